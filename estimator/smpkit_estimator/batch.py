@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.config import scheduled as names
-from smpkit.config.batch import Batch, BatchVolume
+from smpkit.config.backend import Batch, BatchVolume
 from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import SECRETS, TOKEN_FILE

@@ -9,19 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 import smpkit
 from smpkit import compilers
-from smpkit.cli._run_folder import version_of
 from smpkit.config.job import JobConfig
 from smpkit.units import amount
 from smpkit_container.mpi import find_mpirun
 from smpkit_estimator import docker
 from smpkit_estimator.backend import Finding, tried
 
-__all__ = ["check_machine", "runs_here"]
+__all__ = ["check_machine", "runs_here", "version_of"]
 
 _SMALL_SHARED_BYTES: Final = 64 * 2**20
 _INSTALL_TORCH: Final = (
@@ -118,3 +118,11 @@ def _memory() -> Iterator[Finding]:
     except (OSError, KeyError):
         return
     yield Finding("memory", "ok", f"memory: {amount(free)} free of {amount(total)}, {os.cpu_count()} processors")
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package that is installed here; None if it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

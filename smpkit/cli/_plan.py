@@ -1,11 +1,12 @@
-"""How `smpkit plan` shows what a job would do: in words and tables, as JSON, as a picture."""
+"""What `smpkit plan` decides, as the runtime would, and how it shows that: in tables, as JSON, as a picture."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,20 +14,24 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width, write_file
-from smpkit.cli._planned import Asked, Planned, Row, best_of, plans_of, rows_of
-from smpkit.cli._world import World, layer_lines, world_of
+from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, world_of
+from smpkit.config.load import Override
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
-from smpkit.errors import ConfigError, UsageError
-from smpkit.plan.decide import Plan
+from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.plan.decide import Plan, decide
+from smpkit.plan.memory import ModelFacts
 from smpkit.plan.mesh import CommGroup
+from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.schedule.draw import draw
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
+from smpkit.plan.speed import Speed
 from smpkit.plan.svg import Drawing, svg
-from smpkit.plan.tune.features import Feature, peak_of, remedy
+from smpkit.plan.tune.chain import Choice
+from smpkit.plan.tune.features import Feature, automatic, features, peak_of, remedy, step_of
 from smpkit.units import amount, magnitude, seconds
 
-__all__ = ["as_plain", "run"]
+__all__ = ["Planned", "as_plain", "run"]
 
 _GIB: Final = 2**30
 _MAX_GROUPS: Final = 8
@@ -38,35 +43,29 @@ _INDENT: Final = " " * len("schedule  ")
 def run(
     files: Sequence[Path],
     *,
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     sweeps: Sequence[str],
     svg: Path | None,
     as_json: bool,
-    pipeline_parallel_degree: int | None,
-    tensor_parallel_degree: int | None,
-    microbatches: int | None,
     **options: Any,
 ) -> None:
     """Plan, and print it; arguments as of the command."""
+    names = ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches")
+    degrees = {name: value for name in names if (value := options.pop(name)) is not None}
     asked = Asked(**options)
-    degrees = {
-        "pipeline_parallel_degree": pipeline_parallel_degree,
-        "tensor_parallel_degree": tensor_parallel_degree,
-        "microbatches": microbatches,
-    }
-    degrees = {name: value for name, value in degrees.items() if value is not None}
     if files and degrees:
         flag = "--" + next(iter(degrees)).replace("_", "-")
         raise UsageError(f"`{flag}` cannot be given beside a file", hint="change a setting of it with `--set`")
     if sweeps and not files:
         raise UsageError("`--sweep` changes settings of a file, and none is given", hint="name a job file")
     if len(files) > 1 or sweeps:
-        rows = rows_of(files, sweeps, overrides, asked)
+        rows = list(_rows_of(files, sweeps, overrides, asked))
         plain: Any = _several_as_plain(rows)
         lines = _several(rows)
         plans = {row.name: row.planned for row in rows if row.planned is not None}
     else:
-        [planned] = plans_of([world_of(files[0], overrides) if files else _world_of_degrees(degrees, overrides)], asked)
+        world = world_of(files[0], overrides) if files else _world_of_degrees(degrees, overrides)
+        [planned] = _plans_of([world], asked)
         if isinstance(planned, ConfigError):
             raise planned
         plain, lines, plans = as_plain(planned), _report(planned), {"": planned}
@@ -82,7 +81,7 @@ def run(
         _draw(svg, plans)
 
 
-def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[str]) -> World:
+def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[Override]) -> World:
     if overrides:
         raise UsageError("`--set` changes a setting of a file, and none is given", hint="name a job file")
     if not degrees:
@@ -91,6 +90,193 @@ def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[str]) -> Worl
         degrees["ddp"] = True
     parameters, _ = ModelParallelConfig.from_sources(degrees, None)
     return World(parameters)
+
+
+# --- what is planned -------------------------------------------------------------------------------------------------
+
+_MOST_PLANS: Final = 64
+"""Of a sweep: more are for `smpkit tune`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options that hold for each plan."""
+
+    model: str | None
+    ranks: int | None
+    hosts: int | None
+    optimizer: str
+    memory_gib: float | None
+    tflops: float
+    link_gbs: float
+
+    @property
+    def speed(self) -> Speed:
+        link = self.link_gbs * 1e9
+        return Speed(self.tflops * 1e12, LinkSpeed(link, link))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it is of."""
+
+    world: World
+    hosts: int
+    plan: Plan
+    asked: Asked | None = None
+    features: tuple[Feature, ...] = ()
+    """What features save and cost, if compute and activations are known."""
+    automatic: Mapping[str, Choice] | None = None
+    """What layers of strategy "auto" would do, if a limit of memory is given and they fit."""
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.mesh.size
+
+    @property
+    def limit_gib(self) -> float | None:
+        return None if self.asked is None else self.asked.memory_gib
+
+    def fits(self, stage: int) -> bool:
+        return self.limit_gib is None or self.plan.memory[stage].total_bytes <= self.limit_gib * _GIB
+
+    @property
+    def all_fit(self) -> bool:
+        return all(map(self.fits, range(len(self.plan.memory))))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of several plans."""
+
+    name: str
+    values: Mapping[str, str]
+    """What it differs in."""
+    planned: Planned | None
+    refusal: str = ""
+    """Why there is none."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the simulated step, for each sample: with fewer replicas a step has fewer; None without a traced model."""
+        plan = None if self.planned is None else self.planned.plan
+        if plan is None or plan.model is None or not plan.model.traced:
+            return None
+        samples = plan.model.samples * plan.mesh.rdp_size * plan.timeline.schedule.num_microbatches
+        return step_of(plan) / samples if samples else None
+
+
+def _plans_of(worlds: Sequence[World], asked: Asked) -> list[Planned | ConfigError]:
+    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
+    sized = [(world, _size(world, asked)) for world in worlds]
+    forms = {_form(world, size[0]): world for world, size in sized if not isinstance(size, ConfigError)}
+    models = _described(forms, asked.model) if asked.model else {}
+    return [
+        size if isinstance(size, ConfigError) else _plan(world, *size, asked, models.get(_form(world, size[0])))
+        for world, size in sized
+    ]
+
+
+def _size(world: World, asked: Asked) -> tuple[int, int] | ConfigError:
+    """Return the number of ranks and of hosts; by default the fewest ranks that hold one model."""
+    hosts = asked.hosts or world.hosts
+    needed = world.parameters.pipeline_parallel_degree * world.parameters.tensor_parallel_degree
+    ranks = asked.ranks or hosts * (world.per_host or -(-needed // hosts))
+    if ranks % hosts:
+        message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
+        return ConfigError([Problem((), message, "change --ranks or --hosts")], subject="plan")
+    problems = world.parameters.world_problems(ranks)
+    return ConfigError(problems, subject="plan") if problems else (ranks, hosts)
+
+
+def _plan(world: World, ranks: int, hosts: int, asked: Asked, model: ModelFacts | None) -> Planned | ConfigError:
+    config, speed = world.parameters, asked.speed
+    if model is None:
+        return Planned(world, hosts, decide(config, ranks))
+    try:
+        plan = decide(config, ranks, model, speed, asked.optimizer)
+    except ConfigError as error:
+        return error
+    if not model.traced:
+        return Planned(world, hosts, plan, asked)
+    known = tuple(features(config, ranks, model, speed, asked.optimizer, plan))
+    limit_gib, choices = config.memory_budget_gib or asked.memory_gib, None
+    if limit_gib is not None:
+        choices = automatic(config, model, plan, speed, limit_gib * _GIB, on_host=world.computes_on_host)
+    return Planned(world, hosts, plan, asked, known, choices)
+
+
+def _form(world: World, ranks: int) -> tuple[Any, ...]:
+    """Return what worlds have in common that one process can describe, and then what those have that look alike."""
+    config = world.parameters
+    cut = (config.pipeline_parallel_degree, config.virtual_pipeline_degree)
+    group = (world.folder, ranks, () if config.auto_partition else cut)
+    kinds = (config.bf16, config.fp16, config.prescaled_batch, config.optimize, config.tensor_parallel_degree)
+    return group, cut, config.memory_weight, kinds, config.sharded_data_parallel_degree > 1
+
+
+def _described(forms: Mapping[tuple[Any, ...], World], target: str) -> dict[tuple[Any, ...], ModelFacts]:
+    """Describe the model in each form, by one process for each group: it imports the user's module and torch."""
+    known: dict[tuple[Any, ...], ModelFacts] = {}
+    for group in dict.fromkeys(form[0] for form in forms):
+        members = [form for form in forms if form[0] == group]
+        configs = [forms[form].parameters for form in members]
+        known.update(zip(members, describe(target, group[0], configs, group[1]), strict=True))
+    return known
+
+
+def _rows_of(
+    files: Sequence[Path], sweeps: Sequence[str], overrides: Sequence[Override], asked: Asked
+) -> Iterator[Row]:
+    """Plan each file with each combination of values; those that the schema refuses are rows with the reason."""
+    axes = [[(key, value) for value in values] for key, values in map(_axis, sweeps)]
+    combinations = list(itertools.product(files, itertools.product(*axes)))
+    if len(combinations) > _MOST_PLANS:
+        raise UsageError(f"the sweep has {len(combinations)} plans, more than {_MOST_PLANS}", hint="use `smpkit tune`")
+    parameters = set(ModelParallelConfig.keys())
+    worlds: list[World | ConfigError] = []
+    for file, changes in combinations:
+        settings = [("-p" if key in parameters else "--set", f"{key}={value}") for key, value in changes]
+        try:
+            worlds.append(world_of(file, [*overrides, *settings]))
+        except ConfigError as error:
+            if not changes:  # a file that is wrong as it is says all that is wrong
+                raise
+            worlds.append(error)
+    plans = iter(_plans_of([world for world in worlds if isinstance(world, World)], asked))
+    for (file, changes), world in zip(combinations, worlds, strict=True):
+        planned = world if isinstance(world, ConfigError) else next(plans)
+        changed = (f"{key.rpartition('.')[2]} {value}" for key, value in changes)
+        name = ", ".join([*[str(file)] * (len(files) > 1), *changed])
+        if isinstance(planned, ConfigError):
+            problem = planned.problems[0]
+            yield Row(name, dict(changes), None, f"{problem.where} {problem.message}".strip())
+        else:
+            yield Row(name, dict(changes), planned)
+
+
+def _axis(sweep: str) -> tuple[str, list[str]]:
+    """Read `KEY=V1,V2`."""
+    key, _, text = sweep.partition("=")
+    values = [value.strip() for value in text.split(",") if value.strip()]
+    if not key.strip() or not values:
+        raise UsageError(f"`--sweep {printable(sweep)}` has no values", hint="write `--sweep microbatches=4,8,16`")
+    return key.strip(), values
+
+
+def _best_of(rows: Sequence[Row]) -> Row | None:
+    """Return the fastest that fits; without a model the one with the smallest bubble, of several the shallowest.
+
+    None where there is no choice, or where the plans are for different numbers of ranks.
+    """
+    able = [(row, row.planned) for row in rows if row.planned is not None and row.planned.all_fit]
+
+    def order(pair: tuple[Row, Planned]) -> tuple[float, float, int]:
+        timeline = pair[1].plan.timeline
+        return pair[0].seconds or 0.0, timeline.bubble, max(timeline.peak_live_microbatches)
+
+    is_choice = len(able) > 1 and len({planned.ranks for _, planned in able}) == 1
+    return min(able, key=order)[0] if is_choice else None
 
 
 # --- for programs -----------------------------------------------------------------------------------------------------
@@ -140,7 +326,7 @@ def as_plain(planned: Planned) -> dict[str, Any]:
 
 
 def _several_as_plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    best = best_of(rows)
+    best = _best_of(rows)
     return [
         {
             "name": row.name,
@@ -172,7 +358,7 @@ def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
 
 def _several(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the table of several plans."""
-    best = best_of(rows)
+    best = _best_of(rows)
     plans = [row.planned for row in rows if row.planned is not None]
     has_model = any(each.plan.memory for each in plans)
     has_limit = has_model and any(each.limit_gib is not None for each in plans)
@@ -310,19 +496,11 @@ def _values(recorded: RecordedGraph) -> Iterator[str]:
 def _memory(planned: Planned, asked: Asked) -> Iterator[str]:
     memories = planned.plan.memory
     unit, size = ("GiB", _GIB) if max(each.total_bytes for each in memories) >= _GIB else ("MiB", 2**20)
-    kinds = {
-        "parameters": "parameters_bytes",
-        "gathered": "gathered_bytes",
-        "gradients": "gradients_bytes",
-        "reduction": "reduction_bytes",
-        "masters": "masters_bytes",
-        asked.optimizer: "optimizer_bytes",
-        "activations": "activations_bytes",
-        "total": "total_bytes",
-    }
-    for kind in ("gathered", "masters"):
-        if not any(getattr(each, kinds[kind]) for each in memories):
+    kinds = {asked.optimizer if kind == "states" else kind: name for kind, name in MEMORY_KINDS.items()}
+    for kind in ("gathered", "masters", "host"):
+        if kind == "host" or not any(getattr(each, kinds[kind]) for each in memories):
             del kinds[kind]
+    kinds["total"] = "total_bytes"
     limited = [f"of {asked.memory_gib:g} GiB"] if asked.memory_gib is not None else []
     rows = [[unit, *kinds, *limited]]
     for stage, memory in enumerate(memories):

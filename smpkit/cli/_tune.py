@@ -13,8 +13,8 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width
-from smpkit.cli._world import World, describe, layer_lines, world_of
-from smpkit.config.load import edited, file_of_parameters, load, option
+from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, world_of
+from smpkit.config.load import Override, edited, file_of_parameters, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import SmpkitError, UsageError
@@ -34,48 +34,31 @@ _MOST_TENSOR_RANKS: Final = 16
 _MOST_REASONS: Final = 6
 _OF_THE_MODEL: Final = ("bf16", "fp16", "prescaled_batch", "optimize", "tensor_parallel_seed")
 """Parameters by which a model is described."""
-_KINDS: Final = {
-    "parameters": "parameters_bytes",
-    "gathered": "gathered_bytes",
-    "gradients": "gradients_bytes",
-    "reduction": "reduction_bytes",
-    "masters": "masters_bytes",
-    "states": "optimizer_bytes",
-    "activations": "activations_bytes",
-    "host": "host_bytes",
-}
 
 
 def run(
     file: Path,
     *,
-    overrides: Sequence[str],
-    model: str,
-    machine: str | None,
-    calibration: Path | None,
-    hosts: int | None,
-    ranks: int | None,
-    batch: int | None,
+    overrides: Sequence[Override],
     optimizer: str,
-    memory_gib: float | None,
-    host_memory_gib: float | None,
-    tflops: float | None,
     seconds: float,
     top: int,
     write: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Search, and print what was found; arguments as of the command."""
-    flags = {flag for flag, _ in map(option, overrides)} - {"-p"}
+    flags = {flag for flag, _ in overrides} - {"-p"}
     if write and flags:
         hint = "write the setting into the file first; a parameter by `-p` is written"
         raise UsageError(f"`--write` cannot be given beside `{min(flags)}`, which the file would not have", hint=hint)
     world = world_of(file, overrides)
-    facts = with_memory(_machine(world, machine, calibration, tflops), memory_gib, host_memory_gib)
-    num_ranks = ranks or (hosts or world.hosts) * (world.per_host or facts.ranks_per_host)
-    models = _models(world, model, facts, num_ranks)
-    samples = batch or _samples(world.parameters, models, num_ranks)
-    job = Job(models, facts, num_ranks, samples, optimizer, half_of(world.parameters))
+    facts = _machine(world, options["machine"], options["calibration"], options["tflops"])
+    facts = with_memory(facts, options["memory_gib"], options["host_memory_gib"])
+    ranks = options["ranks"] or (options["hosts"] or world.hosts) * (world.per_host or facts.ranks_per_host)
+    models = _models(world, options["model"], facts, ranks)
+    samples = options["batch"] or _samples(world.parameters, models, ranks)
+    job = Job(models, facts, ranks, samples, optimizer, half_of(world.parameters))
     if not world.parameters.auto_partition:
         _console.current().warn("places by hand are for one pipeline degree; others are searched, cut automatically")
     given = world.parameters.given()
@@ -259,7 +242,7 @@ def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[s
     """Yield what the first one takes, holds and sets."""
     usable = usable_bytes(job.machine)
     yield from fold("step      ", [f"{name} {seconds(length)}" for name, length in best.parts], width(), " · ")
-    kinds = {name: kind for name, kind in _KINDS.items() if any(getattr(each, kind) for each in best.plan.memory)}
+    kinds = {name: kind for name, kind in MEMORY_KINDS.items() if any(getattr(each, kind) for each in best.plan.memory)}
     rows = [["GiB", *kinds, "total", f"of {usable / _GIB:.1f}"]]
     for stage, memory in enumerate(best.plan.memory):
         sizes = [*(getattr(memory, kind) or 0 for kind in kinds.values()), memory.total_bytes]
@@ -267,12 +250,11 @@ def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[s
     yield from table(rows, width())
     proven = f"another could be {best.gap:.1%} faster" if best.gap else "no other choice fits and is faster"
     yield from fold("layers    ", [*layer_lines(best.choices), f"({proven})"], width(), "; ")
-    settings = [f"{key}: {_word(value)}" for key, value in _changes(best, given).items()]
+    settings = [
+        f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in _changes(best, given).items()
+    ]
     yield from fold("settings  ", settings or ["as they are"], width())
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _ruled_out(reasons: Sequence[tuple[str, int]]) -> Iterator[str]:

@@ -11,16 +11,27 @@ from typing import Final
 from smpkit.cli import _console
 from smpkit.cli._with_torch import ask
 from smpkit.config.distribution import Distribution
-from smpkit.config.load import LoadedJob, load
+from smpkit.config.load import LoadedJob, Override, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.chain import Choice
 
-__all__ = ["World", "describe", "layer_lines", "world_of"]
+__all__ = ["MEMORY_KINDS", "World", "describe", "layer_lines", "world_of"]
 
 _DEADLINE_SECONDS: Final = 600
+MEMORY_KINDS: Final = {
+    "parameters": "parameters_bytes",
+    "gathered": "gathered_bytes",
+    "gradients": "gradients_bytes",
+    "reduction": "reduction_bytes",
+    "masters": "masters_bytes",
+    "states": "optimizer_bytes",
+    "activations": "activations_bytes",
+    "host": "host_bytes",
+}
+"""Columns of tables of memory, with the field of `RankMemory` that each shows."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class World:
         return self.instance_type.startswith(("ml.c", "ml.m", "ml.r", "ml.t")) and "trn" not in self.instance_type
 
 
-def world_of(file: Path, overrides: Sequence[str]) -> World:
+def world_of(file: Path, overrides: Sequence[Override]) -> World:
     """Read a job, a distribution or modelparallel parameters alone, and print its warnings."""
     loaded = load(file, overrides)
     for notice in loaded.notices:

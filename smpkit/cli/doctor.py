@@ -13,7 +13,6 @@ import click
 import smpkit
 from smpkit.cli import _console
 from smpkit.cli._commit import commit
-from smpkit.cli._run_folder import version_of
 from smpkit.cli.options import BackendChoice, backend_options, read_job
 
 __all__ = ["doctor"]
@@ -63,6 +62,8 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
 
 def _versions() -> dict[str, str]:
     """Return the versions that a report of a bug needs, by name."""
+    from smpkit.cli._machine import version_of
+
     source = commit()
     known = {"smpkit": smpkit.__version__} | ({"commit": source} if source else {})
     known["Python"] = f"{sys.version.split()[0]} on {platform.platform()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._run_folder import is_running
 from smpkit.cli.options import BackendChoice, backend_options, complete_run, length
 from smpkit.cli.status import show_end
 from smpkit.config.words import coloured
@@ -183,7 +183,19 @@ def _is_over(folder: Path) -> bool:
     with suppress(SummaryError):
         if read_summary(folder).exit_reason != "running":
             return True
-    return not is_running(folder)
+    return not _is_held(folder)
+
+
+def _is_held(folder: Path) -> bool:
+    """Tell whether the command of a run still holds its folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody else has the lock
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _as_json(line: str) -> str:

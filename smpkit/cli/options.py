@@ -5,7 +5,7 @@
     @click.command()
     @job_arguments
     @backend_options
-    def submit(file: Path, overrides: tuple[str, ...], chosen: BackendChoice) -> None:
+    def submit(file: Path, overrides: list[Override], chosen: BackendChoice) -> None:
         job = read_job(file, overrides)      # a LoadedJob; every problem is reported by `smpkit.cli.main`
         backend = chosen.open(job.config)
 """
@@ -32,7 +32,7 @@ from smpkit.observe.runs import find_runs
 
 if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
-    from smpkit.config.load import LoadedJob
+    from smpkit.config.load import LoadedJob, Override
     from smpkit_estimator.backend import Backend
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+Texts = tuple[str, ...]
 
 
 # ---- a job file ------------------------------------------------------------------------------------------------------
@@ -61,24 +62,23 @@ def override_options(function: _Function) -> _Function:
     """Give a command `--set`, `-p` and `-H`; it gets them in this order as `overrides`, as `load_job` takes them."""
 
     @functools.wraps(function)
-    def command(*args: Any, parameters: tuple[str, ...], hyperparameters: tuple[str, ...], **kwargs: Any) -> Any:
-        short = (*(f"-p {text}" for text in parameters), *(f"-H {text}" for text in hyperparameters))
-        kwargs["overrides"] = (*kwargs["overrides"], *short)
-        return function(*args, **kwargs)
+    def command(*args: Any, settings: Texts, parameters: Texts, hyperparameters: Texts, **kwargs: Any) -> Any:
+        given = {"--set": settings, "-p": parameters, "-H": hyperparameters}
+        return function(*args, overrides=[(flag, text) for flag in given for text in given[flag]], **kwargs)
 
     repeatable = functools.partial(click.option, multiple=True, metavar="KEY=VALUE")
     setting = "Change a setting for this call, such as `compute.instance_count=4`; values are read as YAML."
     parameter = "Change a modelparallel parameter for this call, such as `microbatches=8`."
     hyperparameter = "Change a hyperparameter for this call: short for `--set hyperparameters.KEY=VALUE`."
     options = (
-        repeatable("--set", "overrides", help=setting),
+        repeatable("--set", "settings", help=setting),
         repeatable("-p", "parameters", help=parameter),
         repeatable("-H", "hyperparameters", help=hyperparameter),
     )
     return _with_options(command, *options)  # type: ignore[return-value]
 
 
-def read_job(file: Path, overrides: Sequence[str], *, script: bool = False) -> LoadedJob:
+def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False) -> LoadedJob:
     """Read and check a job file, or with `script` also a script that has none, and print its warnings.
 
     Raises:

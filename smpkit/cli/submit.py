@@ -18,7 +18,7 @@ from smpkit.config.words import duration
 from smpkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from smpkit.config.load import LoadedJob
+    from smpkit.config.load import LoadedJob, Override
     from smpkit_estimator.backend import Backend, Plan
 
 __all__ = ["start", "start_options", "submit"]
@@ -44,7 +44,7 @@ def start_options(function: _Function) -> _Function:
 @start_options
 @backend_options
 def submit(
-    file: Path, overrides: tuple[str, ...], name: str | None, chosen: BackendChoice, dry_run: bool, **options: bool
+    file: Path, overrides: list[Override], name: str | None, chosen: BackendChoice, dry_run: bool, **options: bool
 ) -> int:
     """Start a managed job, on SageMaker or a cluster, and print its name.
 

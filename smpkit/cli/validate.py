@@ -14,7 +14,7 @@ from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from smpkit.config.load import Loaded
+    from smpkit.config.load import Loaded, Override
 
 __all__ = ["validate"]
 
@@ -23,7 +23,7 @@ __all__ = ["validate"]
 @job_arguments
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--show-origin", is_flag=True, help="Print every setting and where its value came from.")
-def validate(file: Path, overrides: tuple[str, ...], as_json: bool, show_origin: bool) -> int:
+def validate(file: Path, overrides: list[Override], as_json: bool, show_origin: bool) -> int:
     """Check a job file and report every problem, with its line.
 
     FILE may also hold a distribution, or modelparallel parameters, alone. Settings come from the defaults, FILE, and

@@ -26,14 +26,18 @@ from smpkit.errors import ConfigError, Problem, UsageError
 __all__ = [
     "Loaded",
     "LoadedJob",
+    "Override",
     "edited",
     "file_of_parameters",
     "is_script",
     "load",
     "load_job",
     "load_script",
-    "option",
 ]
+
+Override = tuple[str, str]
+"""A flag and what it was given: `("--set", "compute.spot=true")`, `("-p", "microbatches=8")`, `("-H", "lr=0.1")`; of
+`("--ranks", "2")` the ranks are on all hosts together. Values are read as YAML."""
 
 _KIND_NAMES: Mapping[str, str] = {
     "job": "job file",
@@ -63,6 +67,9 @@ class Loaded:
 
     path: Path
     """The file, as the user named it."""
+
+    overrides: tuple[Override, ...] = ()
+    """What the command line has set over it."""
 
     @property
     def kind_name(self) -> str:
@@ -106,14 +113,12 @@ class LoadedJob(Loaded):
         return location if "://" in location else self.folder / location
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = ()) -> LoadedJob:
+def load_job(path: Path | str, overrides: Sequence[Override] = ()) -> LoadedJob:
     """Read and check a job file.
 
     Args:
         path: a YAML file, or strict JSON if it is called `.json`.
-        overrides: `key=value` each, as of `--set`; values are read as YAML. One that begins with `-p ` is below the
-            modelparallel parameters, one with `-H ` below the hyperparameters; `--ranks 2` is the number of
-            ranks, on all hosts together.
+        overrides: options of the command line, which go before the file; later ones win.
 
     Raises:
         ConfigError: with all problems, each with its place.
@@ -125,7 +130,7 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> LoadedJob:
     return loaded
 
 
-def load_script(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
+def load_script(path: Path, overrides: Sequence[Override] = ()) -> LoadedJob:
     """Return the job that trains with a script and has no job file; arguments and errors as of `load_job`."""
     loaded = _load("job", path, Document(printable(str(path)), {"entry_point": path.name}), overrides)
     assert isinstance(loaded, LoadedJob)
@@ -137,7 +142,7 @@ def is_script(path: Path | str) -> bool:
     return PurePath(path).suffix in (".py", ".sh")
 
 
-def load(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
+def load(path: Path | str, overrides: Sequence[Override] = ()) -> Loaded:
     """Read and check a file of any kind: a job, a distribution, or modelparallel parameters alone.
 
     Arguments and errors as of `load_job`.
@@ -164,11 +169,11 @@ def _kind(document: Document) -> str:
     return "modelparallel" if names & {*ModelParallelConfig.keys(), "partitions", *HISTORIC, *V2_KEYS} else "job"
 
 
-def _load(kind: str, path: Path, document: Document, overrides: Sequence[str]) -> Loaded:
+def _load(kind: str, path: Path, document: Document, overrides: Sequence[Override]) -> Loaded:
     sources = _Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind], list(document.problems))
     sources.resolve_parameters()
-    for override in overrides:
-        sources.set_override(override)
+    for flag, given in overrides:
+        sources.set_override(flag, given)
     config: Section | None = None
     problems: list[Problem] = []
     try:
@@ -184,8 +189,8 @@ def _load(kind: str, path: Path, document: Document, overrides: Sequence[str]) -
     notices = config.notices(sources.value) if isinstance(config, ModelParallelConfig) else config.notices()
     origins = {leaf: sources.origin(leaf) for leaf in _leaves(config.model_dump())}
     if isinstance(config, JobConfig):
-        return LoadedJob(kind, config, sources.located(notices), origins, path)
-    return Loaded(kind, config, sources.located(notices), origins, path)
+        return LoadedJob(kind, config, sources.located(notices), origins, path, tuple(overrides))
+    return Loaded(kind, config, sources.located(notices), origins, path, tuple(overrides))
 
 
 def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
@@ -237,12 +242,6 @@ _EXAMPLES: Mapping[str, str] = {
 }
 
 
-def option(override: str) -> tuple[str, str]:
-    """Return the option of the command line that an override is short for, and what it was given."""
-    flag, _, value = override.partition(" ")
-    return (flag, value) if flag in (*_EXAMPLES, "--ranks") else ("--set", override)
-
-
 @dataclass
 class _Sources:
     """The values so far, and which document each part of them came from; later documents lie over earlier ones."""
@@ -288,9 +287,8 @@ class _Sources:
                 hint = ""
         self.problems.append(replace(named_at, message=message, hint=hint or None))
 
-    def set_override(self, override: str) -> None:
-        """Apply one `key=value`, `-p key=value`, `-H key=value` or `--ranks 2`."""
-        flag, given = option(override)
+    def set_override(self, flag: str, given: str) -> None:
+        """Apply what an option was given."""
         if flag == "--ranks":
             hosts = _get(self.value, ("compute", "instance_count"))
             hosts = hosts if isinstance(hosts, int) and hosts > 0 else 1
@@ -474,34 +472,28 @@ def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remov
     is_json = name.lower().endswith(".json")
     document = parse(text, name, is_json=is_json)
     lines = text.splitlines(keepends=True)
-    if is_json:
-        mapping = _mapping_at(document.value, path, name)
-        for key in remove:
-            mapping.pop(key, None)
-        mapping.update(values)
-        indent = len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
-        return json.dumps(document.value, indent=indent, ensure_ascii=False) + "\n" * text.endswith("\n")
-    for key in remove:
+    for key in remove if not is_json else ():
         line, _ = document.positions.get((*path, key), (0, 0))
         if line and lines[line - 1].partition(":")[0].strip() == key:  # with its own comment, but not those around it
             lines[line - 1] = ""
     if document.value is None:  # nothing but comments
         lines.append(f"{[*path, *values][0]}:\n")
-    text = "".join(lines)
-    _, indent, offset = load_yaml_guess_indent(text)
-    editor = YAML()
+    editor, stream = YAML(), io.StringIO()
+    _, indent, offset = load_yaml_guess_indent(text := "".join(lines))
     editor.preserve_quotes, editor.width = True, 4096
     editor.indent(mapping=(indent or 2) - (offset or 0), sequence=indent or 2, offset=offset or 0)
-    whole = editor.load(text)
+    whole = document.value if is_json else editor.load(text)
     mapping = _mapping_at(whole, path, name)
     for key in remove:
         mapping.pop(key, None)
     for key, value in values.items():
-        if key in mapping:
+        if key in mapping or is_json:
             mapping[key] = value
         else:
             mapping.insert(_end_of(mapping), key, value)
-    stream = io.StringIO()
+    if is_json:
+        indent = len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
+        return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n" * text.endswith("\n")
     editor.dump(whole, stream)
     return stream.getvalue()
 

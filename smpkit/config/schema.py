@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
+from smpkit.config.backend import BackendChoice
 from smpkit.config.distribution import Distribution
-from smpkit.config.job import JobConfig
+from smpkit.config.job import Channel, Checkpoints, JobConfig, Secret
 from smpkit.config.modelparallel import HISTORIC, TENSORFLOW_DEFAULTS, ModelParallelConfig
 from smpkit.config.section import Section
 
@@ -58,17 +59,19 @@ def _or_bare_block(schema: dict[str, Any], definitions: Mapping[str, Any]) -> No
         schema["properties"][key] = deepcopy(block) | {"description": text}
 
 
-def _or_uri(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
-    whole = dict(schema)
-    schema.clear()
-    schema["description"] = whole["description"]
-    schema["anyOf"] = [{"type": "string", "description": "Short form of `{uri: ...}`."}, whole]
+def _or_text(model: type[Section]) -> Callable[[dict[str, Any], Mapping[str, Any]], None]:
+    def amend(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
+        whole = dict(schema)
+        text = {"type": "string", "description": f"Short form of `{{{model.short_form}: ...}}`."}
+        schema.clear()
+        schema |= {"description": whole["description"], "anyOf": [text, whole]}
+
+    return amend
 
 
 _AMENDMENTS: Mapping[str, Callable[[dict[str, Any], Mapping[str, Any]], None]] = {
     "ModelParallelConfig": _aliases_and_old_keys,
     "ModelParallelBlock": _or_path,
     "Distribution": _or_bare_block,
-    "Channel": _or_uri,
-    "Checkpoints": _or_uri,
+    **{model.__name__: _or_text(model) for model in (BackendChoice, Channel, Checkpoints, Secret)},
 }

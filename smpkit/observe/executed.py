@@ -128,15 +128,14 @@ def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
     ranks = run.pipelines[pipeline]
     steps = [run.step(rank, number) for rank in ranks]
     begin = run.begin_ns(number, pipeline)
-    waits = [_waits(step) for step in steps]
-    spans = tuple(tuple(_spans(*stage, begin)) for stage in zip(steps, waits, strict=True))
-    makespan = max((stage[-1].end_seconds for stage in spans if stage), default=0.0)
     sent_at = {each.receive: each.send.start_ns for each in match_messages(run, number, ranks)}
-    stalls = [list(_stalls(*stage, sent_at, ranks, begin)) for stage in zip(steps, waits, strict=True)]
-    for stage, found in zip(spans, stalls, strict=True):
+    stages = [_stage(step, sent_at, ranks, begin) for step in steps]
+    spans, stalls = tuple(ran for ran, _ in stages), [idle for _, idle in stages]
+    makespan = max((stage[-1].end_seconds for stage in spans if stage), default=0.0)
+    for stage, idle in zip(spans, stalls, strict=True):
         end = stage[-1].end_seconds if stage else 0.0
         if end < makespan:
-            found.append(IdleInterval(Cause.DRAIN, end, makespan, None, None))
+            idle.append(IdleInterval(Cause.DRAIN, end, makespan, None, None))
     return ExecutedStep(
         number=number,
         name=steps[0].span.name,
@@ -214,27 +213,6 @@ def _schedule(steps: Sequence[RankStep]) -> Schedule:
     return Schedule("executed", graph, count, actions, (count,) * len(steps))
 
 
-def _waits(step: RankStep) -> list[list[MessageSpan]]:
-    """Return the receives inside each action."""
-    receives = [message for message in step.messages if message.direction == "receive"]
-    starts = [message.start_ns for message in receives]
-    return [
-        [
-            message
-            for message in receives[bisect_left(starts, action.start_ns) : bisect_right(starts, action.end_ns)]
-            if message.end_ns <= action.end_ns
-        ]
-        for action in step.actions
-    ]
-
-
-def _spans(step: RankStep, waits: Sequence[Sequence[MessageSpan]], begin_ns: int) -> Iterator[ActionInterval]:
-    for each, received in zip(step.actions, waits, strict=True):
-        waited = sum(message.end_ns - message.start_ns for message in received)
-        start, end = _SECONDS * (each.start_ns + waited - begin_ns), _SECONDS * (each.end_ns - begin_ns)
-        yield ActionInterval(_action(each), start, end)
-
-
 # --- the waits --------------------------------------------------------------------------------------------------------
 
 
@@ -255,25 +233,37 @@ def match_messages(run: Run, number: int, ranks: Sequence[int]) -> list[Matched]
     ]
 
 
-def _stalls(
-    step: RankStep,
-    waits: Sequence[Sequence[MessageSpan]],
-    sent_at: Mapping[MessageSpan, int],
-    ranks: Sequence[int],
-    begin_ns: int,
-) -> Iterator[IdleInterval]:
-    """Yield why a stage was idle before it had finished: another one still computed, or a message was on its way."""
-    for number, (each, received) in enumerate(zip(step.actions, waits, strict=True)):
+def _stage(
+    step: RankStep, sent_at: Mapping[MessageSpan, int], ranks: Sequence[int], begin_ns: int
+) -> tuple[tuple[ActionInterval, ...], list[IdleInterval]]:
+    """Return what a stage ran, and why it was idle before it had finished.
+
+    Another stage still computed, or a message was on its way.
+    """
+    receives = [message for message in step.messages if message.direction == "receive"]
+    starts = [message.start_ns for message in receives]
+    spans: list[ActionInterval] = []
+    stalls: list[IdleInterval] = []
+
+    def at(nanoseconds: int) -> float:
+        return _SECONDS * (nanoseconds - begin_ns)
+
+    for number, each in enumerate(step.actions):
         action = _action(each)
+        begun = receives[bisect_left(starts, each.start_ns) : bisect_right(starts, each.end_ns)]
+        waits = [message for message in begun if message.end_ns <= each.end_ns]
+        waited = sum(message.end_ns - message.start_ns for message in waits)
+        spans.append(ActionInterval(action, at(each.start_ns + waited), at(each.end_ns)))
         work = Cause.FILL if number == 0 else Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
         if number == 0 and each.start_ns > begin_ns:
-            yield IdleInterval(Cause.FILL, 0.0, _SECONDS * (each.start_ns - begin_ns), action, None)
-        for wait in received:
+            stalls.append(IdleInterval(Cause.FILL, 0.0, at(each.start_ns), action, None))
+        for wait in waits:
             sent = min(max(sent_at.get(wait, wait.start_ns), wait.start_ns), wait.end_ns)
             peer = ranks.index(wait.peer) if wait.peer in ranks else None
             for cause, start, end in ((work, wait.start_ns, sent), (Cause.LINK, sent, wait.end_ns)):
                 if end > start:
-                    yield IdleInterval(cause, _SECONDS * (start - begin_ns), _SECONDS * (end - begin_ns), action, peer)
+                    stalls.append(IdleInterval(cause, at(start), at(end), action, peer))
+    return tuple(spans), stalls
 
 
 def links_of(run: Run, number: int, ranks: Sequence[int]) -> Iterator[ExecutedLinkUse]:

@@ -125,27 +125,23 @@ def find_runs(folder: Path) -> tuple[Run, ...]:
     own = run_at(folder)
     if own is not None:
         return (own,)
-    places = [folder] if folder.name == _RUNS else list(_places(folder, _DEPTH))
-    runs = [run for place in places for path in _folders(place) if (run := run_at(path)) is not None]
+    paths = folder.iterdir() if folder.name == _RUNS else _below(folder)
+    runs = [run for path in paths if _is_plain(path) and (run := run_at(path)) is not None]
     # Those of one second are numbered, `-2` before `-10`.
     return tuple(sorted(runs, key=lambda run: (run.started, len(run.label), run.path)))
 
 
-def _places(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the folders of runs in a folder and below it."""
-    if (folder / _RUNS).is_dir():
-        yield folder / _RUNS
-    for inside in _folders(folder) if depth else ():
-        if inside.name != _RUNS:
-            yield from _places(inside, depth - 1)
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield what is in `runs` of a folder and of those below it, but not in `runs` of a run."""
+    for depth in range(_DEPTH + 1):
+        for path in folder.glob("*/" * depth + f"{_RUNS}/*"):
+            if all(_is_plain(between) and between.name != _RUNS for between in path.parents[1 : depth + 1]):
+                yield path
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Return the folders in one, without hidden ones and without links, which may lead in circles."""
-    try:
-        return [path for path in folder.iterdir() if path.name[0] != "." and path.is_dir() and not path.is_symlink()]
-    except OSError:
-        return []  # that of another user, or one that was deleted meanwhile
+def _is_plain(path: Path) -> bool:
+    """Tell whether a path is a folder, not hidden and no link, which may lead in circles."""
+    return path.name[0] != "." and path.is_dir() and not path.is_symlink()
 
 
 def last_run(folder: Path) -> Run:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,12 +60,6 @@ def test_a_returned_integer_is_the_exit_code(result: object, code: int) -> None:
     assert exit_code_of(lambda: result) == code
 
 
-def test_an_error_is_a_message_and_a_hint_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    exit_code_of(raising(LaunchError("`mpirun` is not installed", hint="install Open MPI")))
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "error: `mpirun` is not installed\nhint: install Open MPI\n")
-
-
 def test_all_problems_are_printed_and_counted_last(capsys: pytest.CaptureFixture[str]) -> None:
     problems = [Problem(("a", "b"), "is wrong", "mend it"), Problem(("c",), "is required")]
     exit_code_of(raising(ConfigError(problems, subject="job file")))
@@ -111,15 +104,6 @@ def start(body: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_ctrl_c_says_interrupted_and_exits_with_130() -> None:
-    with start("time.sleep(600)") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"started\n"
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=150)
-    assert (process.returncode, error) == (130, b"error: interrupted\n")
-
-
 def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
     with start("[click.echo('x' * 100) for _ in range(100_000)]") as process:
         assert process.stdout is not None
@@ -134,12 +118,6 @@ def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     line = f"{sys.executable} -m smpkit {command}"
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=150, check=False)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_sentence() -> None:
-    done = shell("--version >/dev/full")
-    assert (done.returncode, done.stderr) == (1, "error: cannot write: no space left on device\n")
 
 
 def test_streams_that_the_caller_closed_are_not_taken_by_files() -> None:

@@ -40,23 +40,12 @@ def test_help_shows_five_commands_and_then_more(smpkit: Smpkit) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
 
 
-def test_no_command_prints_the_help(smpkit: Smpkit) -> None:
-    assert smpkit().output == smpkit("-h").output
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_table_says_what_the_command_says(name: str) -> None:
     command = cli.get_command(cli.make_context("smpkit", ["schema"]), name)
     assert command is not None
     assert command.name == name
     assert (command.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_help_page(name: str, smpkit: Smpkit) -> None:
-    result = smpkit(name, "--help")
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"Usage: smpkit {name}")
 
 
 @pytest.mark.parametrize(

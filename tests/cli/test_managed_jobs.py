@@ -8,9 +8,7 @@ import os
 import pty
 import re
 import shlex
-import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from smpkit.cli.options import BackendChoice
 from smpkit.config.wire import TOKEN_FILE
 from smpkit_estimator.sagemaker import SageMaker
 from tests.aws import SESSION, Aws, Line, Script, aws
-from tests.cli.conftest import Smpkit, process
+from tests.cli.conftest import Smpkit
 from tests.job_contract import a_job_that_fails, a_job_that_succeeds
 
 __all__ = ["aws"]
@@ -298,24 +296,6 @@ def test_watch_repaints_in_place_on_a_terminal(use: Use, smpkit: Smpkit) -> None
     assert "since it was created" not in shown[end:]
 
 
-def test_a_real_interrupt_ends_following_and_nothing_else(
-    use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    aws = use(Script(training=10_000))
-    smpkit("submit", "job.yaml", "--name", "job")
-    monkeypatch.setattr(aws.clock, "sleep", lambda _: time.sleep(0.1))
-
-    def interrupt(child: int, terminal: int) -> None:
-        assert os.read(terminal, 4096).startswith(b"Starting")
-        os.kill(child, signal.SIGINT)
-
-    code, shown = on_terminal(["logs", "-f", "job"], interrupt)
-    assert code == 130
-    assert "`job` goes on" in shown
-    assert "Traceback" not in shown
-    assert not aws.calls["StopTrainingJob"]
-
-
 @pytest.mark.parametrize(
     "command", ["jobs", "status job", "logs job", "submit job.yaml", "resume job", "doctor"],
 )  # fmt: skip
@@ -327,12 +307,6 @@ def test_json_is_json_and_alone_on_stdout(use: Use, smpkit: Smpkit, command: str
     assert result.exit_code == 0, result.stderr
     text = result.stdout
     assert [json.loads(line) for line in text.splitlines()] if command.startswith("logs") else json.loads(text)
-
-
-def test_no_jobs_is_an_empty_list(use: Use, smpkit: Smpkit) -> None:
-    use()
-    assert smpkit("jobs", "--json").stdout == "[]\n"
-    assert smpkit("jobs").stdout == ""
 
 
 def test_jobs_are_listed_newest_first_and_filtered(use: Use, smpkit: Smpkit) -> None:
@@ -483,18 +457,6 @@ def test_doctor_looks_at_everything_the_job_names(named: Aws, smpkit: Smpkit) ->
     assert "✗ cannot find image" in bad.stdout
 
 
-def test_doctor_says_who_a_role_does_not_trust(named: Aws, smpkit: Smpkit) -> None:
-    SESSION.client("iam").delete_role(RoleName="SM")
-    SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument='{"Service": "ec2.amazonaws.com"}')
-    result = smpkit("doctor", "job.yaml")
-    assert "✗ role `SM` does not trust SageMaker\n    hint: add `sagemaker.amazonaws.com`" in result.stdout
-
-
-def test_completion_completes() -> None:
-    done = process(_SMPKIT_COMPLETE="bash_complete", COMP_WORDS="smpkit st", COMP_CWORD="1")
-    assert {line.rpartition(",")[2] for line in done.stdout.splitlines()} == {"status", "stop"}
-
-
 @pytest.mark.parametrize("command", ["submit", "resume"])
 def test_ctrl_c_while_a_job_is_started_tells_its_name(
     use: Use, smpkit: Smpkit, command: str, monkeypatch: pytest.MonkeyPatch
@@ -603,3 +565,16 @@ def test_a_job_with_instance_groups_is_resumed_with_them(use: Use, smpkit: Smpki
     refused = smpkit("resume", "job", "--instance-count", "4")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "`--instance-count` is for a job whose hosts are of one kind" in refused.stderr
+
+
+def test_no_jobs_is_an_empty_list(use: Use, smpkit: Smpkit) -> None:
+    use()
+    assert smpkit("jobs", "--json").stdout == "[]\n"
+    assert smpkit("jobs").stdout == ""
+
+
+def test_doctor_says_who_a_role_does_not_trust(named: Aws, smpkit: Smpkit) -> None:
+    SESSION.client("iam").delete_role(RoleName="SM")
+    SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument='{"Service": "ec2.amazonaws.com"}')
+    result = smpkit("doctor", "job.yaml")
+    assert "✗ role `SM` does not trust SageMaker\n    hint: add `sagemaker.amazonaws.com`" in result.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from smpkit.cli._world import World
 from smpkit.config.modelparallel import ModelParallelConfig
-from tests.cli.conftest import Smpkit, process
+from tests.cli.conftest import Smpkit
 
 REPORT = """\
 train: 16 ranks on 2 hosts
@@ -118,13 +118,6 @@ def test_degrees_are_enough(smpkit: Smpkit) -> None:
     assert content["schedule"]["actions"][3].startswith("F0 B0 F1 B1")
 
 
-def test_parameters_alone_can_be_planned(tmp_path: Path, smpkit: Smpkit) -> None:
-    (tmp_path / "mp.json").write_text('{"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": true}')
-    content = json.loads(smpkit("plan", str(tmp_path / "mp.json"), "--ranks", "8", "--hosts", "2", "--json").stdout)
-    assert content["mesh"] == {"pipeline": 2, "tensor": 1, "data": 4, "placement": "cluster"}
-    assert content["groups"]["dp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
 def test_a_model_shows_its_parts_and_memory(zoo: Path, smpkit: Smpkit) -> None:
     arguments = ("--set", "distribution.smdistributed.modelparallel.parameters.tensor_parallel_degree=1")
     result = smpkit("plan", "job.yaml", *arguments, "--model", "zoo:Net", "--memory-gib", "0.001")
@@ -215,12 +208,6 @@ def test_what_cannot_be_is_said(arguments: list[str], code: int, message: str, z
 
 
 @pytest.mark.usefixtures("zoo")
-def test_a_model_is_described_by_a_process_of_its_own() -> None:
-    described = process("plan", "--pp", "2", "--model", "zoo:Net", "--json")
-    assert json.loads(described.stdout)["ranks"] == 2
-
-
-@pytest.mark.usefixtures("zoo")
 def test_what_the_model_places_by_hand_is_planned(smpkit: Smpkit, tmp_path: Path) -> None:
     (tmp_path / "mp.json").write_text(
         '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": false, "default_partition": 0}'
@@ -278,13 +265,6 @@ def test_virtual_stages_are_planned(zoo: Path, smpkit: Smpkit) -> None:
     assert content["schedule"]["actions"][1].startswith("F0 F1 F2 F0.1")
 
 
-def test_zero_bubble_is_planned(tmp_path: Path, smpkit: Smpkit) -> None:
-    (tmp_path / "mp.json").write_text('{"pipeline_parallel_degree": 4, "microbatches": 8, "pipeline": "zero_bubble"}')
-    result = smpkit("plan", str(tmp_path / "mp.json"))
-    assert "schedule  zero_bubble, 8 microbatches, at most 6 active, predicted bubble 11.1%" in result.stdout
-    assert "W0" in result.stdout
-
-
 CHECKPOINTED = """
 import torch
 from torch import nn
@@ -330,12 +310,6 @@ def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpki
     result = smpkit("plan", "mp.json", "--model", "zoo:traced")
     assert "`offload_activations` has nothing to offload: no layer of the model is checkpointed" in result.stderr
     assert "offload   " not in result.stdout
-
-
-@pytest.mark.usefixtures("zoo")
-def test_speeds_must_be_speeds(smpkit: Smpkit) -> None:
-    result = smpkit("plan", "--pp", "2", "--model", "zoo:Net", "--link-gbs", "0")
-    assert (result.exit_code, "`--link-gbs`" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -418,14 +392,6 @@ def test_a_plan_says_what_features_save_and_the_one_change_that_makes_a_model_fi
     assert "makes it fit" in done.stderr
     none = smpkit(*arguments, "--memory-gib", "0.00001")
     assert "no single change makes it fit" in none.stderr
-
-
-def test_a_picture_of_the_schedule(smpkit: Smpkit, tmp_path: Path) -> None:
-    result = smpkit("plan", "--pp", "4", "--microbatches", "8", "--svg", str(tmp_path / "plan.svg"))
-    assert result.exit_code == 0
-    picture = (tmp_path / "plan.svg").read_text(encoding="utf-8")
-    assert picture.count('class="f"') == 4 * 8 + 1  # and the legend's
-    assert "interleaved, 8 microbatches, bubble 27.3%" in picture
 
 
 def test_a_sweep_of_a_job_without_the_library_switches_it_on(smpkit: Smpkit, tmp_path: Path) -> None:

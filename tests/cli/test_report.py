@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.cli._run_folder import begin_run
+from smpkit.cli._run import begin_run
 from smpkit.config.load import load_job
 from smpkit.observe.report.data import content_of
 from tests.cli.conftest import Smpkit
@@ -77,7 +77,7 @@ def test_a_back_end_needs_the_name_of_a_job(smpkit: Smpkit) -> None:
 def test_a_run_notes_its_settings_with_their_origins_and_without_secrets(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "job.yaml").write_text("entry_point: train.py\nhyperparameters:\n  api_token: hunter2secret\n")
-    content = content_of(begin_run(load_job(tmp_path / "job.yaml"), 1, 1, []))
+    content = content_of(begin_run(load_job(tmp_path / "job.yaml"), 1, 1))
     settings = {setting.name: (setting.value, setting.origin) for setting in content.settings}
     assert settings["entry_point"] == ("train.py", "job.yaml:1")
     assert settings["hyperparameters.api_token"] == ("(hidden)", "job.yaml:3")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,11 @@ distribution:
 """
 
 
-def start(folder: Path, *arguments: str, file: str = "job.yaml") -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, file: str = "job.yaml", **options: Any) -> subprocess.Popen[str]:
     command = [*SMPKIT, "run", file, *arguments]
     environ = {**os.environ, "SMPKIT_SETTLE_SECONDS": "0.5", "NO_COLOR": "1", "TMPDIR": str(folder)}
-    return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, **options)
 
 
 def run(folder: Path, *arguments: str, file: str = "job.yaml") -> tuple[int, str, str]:
@@ -94,13 +96,6 @@ def test_other_commands_say_what_to_do_with_a_script(tmp_path: Path, smpkit: Smp
     assert "train.py: is a script\n    hint: `smpkit run " in done.stderr
 
 
-def test_results_are_told_with_their_place(tmp_path: Path) -> None:
-    write(tmp_path, "import os; open(os.environ['SM_MODEL_DIR'] + '/model', 'w')", JOB + "output: ./out\n")
-    code, _, err = run(tmp_path)
-    assert code == 0
-    assert f"model: {tmp_path / 'out' / 'model'}" in err
-
-
 def test_failed_job_is_exit_code_1_with_the_first_failing_ranks_story(tmp_path: Path) -> None:
     write(tmp_path, "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boo')\ntime.sleep(600)\n")
     code, out, err = run(tmp_path)
@@ -138,11 +133,6 @@ def test_a_failed_run_has_a_summary_with_its_degrees_and_what_its_ranks_held(tmp
     ]
 
 
-def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
-    write(tmp_path, "import sys; sys.exit(2)")
-    assert run(tmp_path)[0] == 1
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -162,61 +152,48 @@ def test_bad_configuration_is_exit_code_2_before_anything_starts(tmp_path: Path,
     assert "Running" not in err
 
 
-@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["group", "pid"])
-def test_ctrl_c_stops_the_ranks_and_is_130(tmp_path: Path, send: Callable[[int, int], None]) -> None:
-    """A terminal sends the signal to the group, `kill -INT` and supervisors to the command alone."""
-    source = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (open("saved-" + os.environ["RANK"], "w").close(), sys.exit(0)))
-open("ready-" + os.environ["RANK"], "w").close()
-time.sleep(600)
-"""
-    write(tmp_path, source)
-    with subprocess.Popen(
-        [*SMPKIT, "run", "job.yaml"],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        deadline = time.monotonic() + 90
-        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        send(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=90)
-    assert process.returncode == 130
-    assert (tmp_path / "saved-0").exists()
-    assert (tmp_path / "saved-1").exists()
-    assert "SIGINT: asked 2 ranks to end" in err
-    assert re.search(r"^Stopped after [0-9.]+ s$", err, re.MULTILINE)
-    assert "Interrupted" not in err
-    assert "Traceback" not in err
-
-
+KEPT = JOB + "checkpoints: ./kept\n"
 SAVES = """
 import os, pathlib, signal, time
 def save(*_):
     folder = pathlib.Path(os.environ["SMPKIT_CHECKPOINT_DIR"])
+    pathlib.Path(f"saving-{os.environ['RANK']}").touch()
     (folder / "newest").write_text("step_7\\x1b[2J_partial")
     raise SystemExit(0)
 signal.signal(signal.SIGTERM, save)
-pathlib.Path(f"ready-{os.environ['RANK']}").touch()
+pathlib.Path(f"ready-{os.environ['RANK']}").write_text(str(os.getpid()))
 time.sleep(600)
 """
 
 
-def await_ranks(folder: Path) -> None:
+def await_ranks(folder: Path, what: str = "ready") -> list[int]:
+    """Wait until both ranks have left a file, and return what it says."""
     deadline = time.monotonic() + 90
-    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline, "the ranks did not start"
+    files = [folder / f"{what}-{rank}" for rank in range(2)]
+    while not all(file.exists() and (file.read_text() or what != "ready") for file in files):
+        assert time.monotonic() < deadline, f"the ranks are not {what}"
         time.sleep(0.02)
+    return [int(file.read_text() or 0) for file in files]
+
+
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["group", "pid"])
+def test_ctrl_c_stops_the_ranks_and_is_130(tmp_path: Path, send: Callable[[int, int], None]) -> None:
+    """A terminal sends the signal to the group, `kill -INT` and supervisors to the command alone."""
+    write(tmp_path, SAVES, KEPT)
+    with start(tmp_path, start_new_session=True) as process:
+        await_ranks(tmp_path)
+        send(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=90)
+    assert process.returncode == 130
+    await_ranks(tmp_path, "saving")
+    assert "SIGINT: asked 2 ranks to end" in err
+    assert re.search(r"^Stopped after [0-9.]+ s", err, re.MULTILINE)
+    assert "Interrupted" not in err
+    assert "Traceback" not in err
 
 
 def test_a_run_that_was_asked_to_stop_says_so_with_what_it_saved(tmp_path: Path) -> None:
-    write(tmp_path, SAVES, JOB + "checkpoints: ./kept\n")
+    write(tmp_path, SAVES, KEPT)
     with start(tmp_path) as process:
         await_ranks(tmp_path)
         process.terminate()
@@ -227,35 +204,22 @@ def test_a_run_that_was_asked_to_stop_says_so_with_what_it_saved(tmp_path: Path)
 
 
 def test_the_signal_to_the_command_alone_kills_the_ranks_when_it_comes_twice(tmp_path: Path) -> None:
-    source = SAVES.replace(
-        "raise SystemExit(0)", "(folder / f'saving-{os.environ[\"RANK\"]}').touch(); time.sleep(600)"
-    )
-    write(tmp_path, source, JOB + "checkpoints: ./kept\n")
+    write(tmp_path, SAVES.replace("raise SystemExit(0)", "time.sleep(600)"), KEPT)
     with start(tmp_path) as process:
         await_ranks(tmp_path)
         process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + 90
-        while not all((tmp_path / "kept" / f"saving-{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < deadline, "the ranks were not asked to stop"
-            time.sleep(0.02)
+        await_ranks(tmp_path, "saving")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=90)
     assert process.returncode == 130, err
 
 
 def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
-    write(
-        tmp_path, "import os, time\nopen('pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
-    )
+    write(tmp_path, SAVES, KEPT)
     with start(tmp_path) as process:
-        deadline = time.monotonic() + 90
-        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-        while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        pids = await_ranks(tmp_path)
         process.kill()
         process.communicate(timeout=90)
-    pids = [int(file.read_text()) for file in files]
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived the command"
@@ -308,3 +272,15 @@ def test_no_more_ranks_are_started_than_gpus_are_visible(tmp_path: Path) -> None
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 2 2", "[rank 1] 2 2"]
     assert "on this machine: 2 ranks, no" in done.stderr
     assert "warning" not in done.stderr
+
+
+def test_results_are_told_with_their_place(tmp_path: Path) -> None:
+    write(tmp_path, "import os; open(os.environ['SM_MODEL_DIR'] + '/model', 'w')", JOB + "output: ./out\n")
+    code, _, err = run(tmp_path)
+    assert code == 0
+    assert f"model: {tmp_path / 'out' / 'model'}" in err
+
+
+def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; sys.exit(2)")
+    assert run(tmp_path)[0] == 1

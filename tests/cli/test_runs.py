@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from smpkit.cli._run_folder import held
+from smpkit.cli._run import _leave_trace, held
 from smpkit.cli.main import cli
-from smpkit.cli.run import _leave_trace
 from smpkit.observe.profiles import profile_name
 from smpkit.observe.runs import EVENTS, Run, make_run
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary, Split, write_summary

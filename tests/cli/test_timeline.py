@@ -68,11 +68,6 @@ def test_the_trace_is_written_and_sound(folder: Path, smpkit: Smpkit) -> None:
     assert "train_step 0" in text
 
 
-def test_the_trace_of_one_step_has_that_step(folder: Path, smpkit: Smpkit) -> None:
-    smpkit("timeline", str(folder), "--step", "1", "--perfetto", str(folder / "trace.json"))
-    assert "train_step 0" not in (folder / "trace.json").read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "code"),
     [
@@ -86,15 +81,6 @@ def test_what_cannot_be_is_said(arguments: list[str], error: str, code: int, fol
     result = smpkit("timeline", str(folder), *arguments)
     assert result.exit_code == code
     assert result.stderr.startswith(error)
-
-
-def test_no_events_are_an_error_with_a_hint(tmp_path: Path, smpkit: Smpkit) -> None:
-    result = smpkit("timeline", str(tmp_path))
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == (
-        f"error: there are no events in `{tmp_path}`\n"
-        "hint: `smpkit run` records them, and any other job with the variable SMPKIT_EVENTS_DIR\n"
-    )
 
 
 def test_damaged_events_are_an_error_that_names_the_line(folder: Path, smpkit: Smpkit) -> None:
@@ -120,9 +106,3 @@ def test_a_picture_has_both_timelines(folder: Path, smpkit: Smpkit, tmp_path: Pa
     picture = (tmp_path / "step.svg").read_text(encoding="utf-8")
     assert ">planned: 15.0 ms, bubble 20.0%<" in picture
     assert ">executed: 15.4 ms, bubble 22.1%<" in picture
-
-
-def test_a_picture_that_cannot_be_written_is_one_sentence(folder: Path, smpkit: Smpkit, tmp_path: Path) -> None:
-    result = smpkit("timeline", str(folder), "--svg", str(tmp_path / "none" / "step.svg"))
-    assert result.exit_code == 1
-    assert "the picture cannot be written to" in result.stderr

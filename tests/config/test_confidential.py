@@ -108,7 +108,7 @@ def test_no_error_about_an_option_shows_it(key: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"entry_point: train.py\nenvironment: {{A: {SECRET}}}\n")
     for value in (f"[{SECRET}", SECRET):
         with pytest.raises(ConfigError) as raised:
-            load_job(tmp_path / "job.yaml", [f"{key}={value}"])
+            load_job(tmp_path / "job.yaml", [("--set", f"{key}={value}")])
         assert SECRET not in str(raised.value)
 
 

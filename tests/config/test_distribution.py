@@ -3,14 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
 from smpkit.config.section import explain, validated
 from smpkit.errors import ConfigError
-from tests.config.strategies import anything, patient
 from tests.config.test_modelparallel import SEED
 
 MPI = {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none "}
@@ -84,19 +81,6 @@ def test_empty_parameters_mean_all_defaults() -> None:
     assert Distribution.model_validate(block({})).model_parallel == made.model_parallel
 
 
-def test_the_dict_that_was_given_may_change_afterwards() -> None:
-    parameters = {"partitions": 2}
-    made = Distribution.model_validate({"enabled": True, "parameters": parameters})
-    parameters["partitions"] = 3
-    made.parameters_as_written["partitions"] = 4
-    assert made.parameters_as_written == {"partitions": 2}
-
-
-def test_parameters_are_kept_as_written_for_hugging_face() -> None:
-    # transformers looks for the very key `partitions` in SM_HP_MP_PARAMETERS.
-    assert Distribution.model_validate(block({"partitions": 2})).parameters_as_written == {"partitions": 2}
-
-
 @pytest.mark.parametrize("enabled", [1, "true", "True", None], ids=repr)
 def test_enabled_must_be_the_literal_true(enabled: object) -> None:
     (problem,) = problems(block(enabled=enabled))
@@ -139,12 +123,6 @@ def test_traps_of_the_sdk_are_plain_errors(data: object, message: str) -> None:
     assert any(message in problem for problem in problems(data)), problems(data)
 
 
-def test_two_libraries_are_refused_with_the_reason() -> None:
-    both = {"smdistributed": {"modelparallel": {"enabled": True}, "dataparallel": {"enabled": True}}}
-    (problem,) = problems(both)
-    assert "a job names only one library" in problem
-
-
 def test_settings_of_a_disabled_launcher_are_noticed() -> None:
     made = Distribution.model_validate({"mpi": {"enabled": False, "processes_per_host": 8, "custom_mpi_options": "-v"}})
     assert [notice.where for notice in made.notices()] == ["mpi.custom_mpi_options", "mpi.processes_per_host"]
@@ -158,18 +136,3 @@ def test_notices_and_world_problems_name_the_place_as_written(bare: bool) -> Non
     prefix = "parameters" if bare else "smdistributed.modelparallel.parameters"
     assert [notice.where for notice in made.notices()] == [f"{prefix}.pipeline"]
     assert [problem.where for problem in made.world_problems(3)] == [f"{prefix}.partitions"]
-
-
-NAMES = (
-    *("smdistributed", "modelparallel", "dataparallel", "enabled", "parameters", "mpi", "torch_distributed"),
-    *("processes_per_host", "custom_mpi_options", "microbatches", "partitions", "pytorchddp"),
-)
-
-
-@patient
-@given(st.one_of(anything(*NAMES), st.dictionaries(st.sampled_from(NAMES), anything(*NAMES))))
-def test_no_input_makes_anything_but_a_validation_error(data: object) -> None:
-    try:
-        Distribution.model_validate(data)
-    except ValidationError as error:
-        explain(error)

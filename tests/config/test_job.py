@@ -3,13 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import explain
-from tests.config.strategies import anything, patient
 from tests.config.test_distribution import MPI, block
 
 
@@ -37,11 +34,6 @@ def test_only_the_entry_point_is_required() -> None:
 )
 def test_the_default_name_is_made_of_the_entry_point(entry_point: str, name: str) -> None:
     assert job(entry_point=entry_point).name == name
-
-
-@pytest.mark.parametrize("name", ["a", "A-1--b", "x" * 63])
-def test_names_that_sagemaker_takes_are_accepted(name: str) -> None:
-    assert job(name=name).name == name
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a-", "a_b", "a b", "x" * 64, "a\n", "ü"], ids=ascii)
@@ -145,11 +137,6 @@ def test_values_that_contain_themselves_are_refused() -> None:
     ]
 
 
-def test_hyperparameters_hold_whatever_json_holds() -> None:
-    values = {"lr": 1e-3, "on": "yes", "none": None, "deep": {"a": [1, True, {"b": "c"}]}, "a.b-c d": 1}
-    assert job(hyperparameters=values).hyperparameters == values
-
-
 def test_a_text_is_short_for_its_uri() -> None:
     made = job(checkpoints="s3://bucket/here", inputs={"train": "data", "test": {"uri": "s3://bucket"}})
     assert made.checkpoints == Checkpoints(uri="s3://bucket/here", local_path="/opt/ml/checkpoints")
@@ -178,16 +165,6 @@ def test_degrees_are_checked_although_something_else_is_wrong() -> None:
     ]
 
 
-def test_degrees_are_checked_although_a_required_field_is_missing() -> None:
-    distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
-    found = problems({"distribution": distribution, "inputs": {"train": {}}})
-    assert [problem.split(":")[0].split(".")[-1] for problem in found] == [
-        "entry_point",
-        "uri",
-        "pipeline_parallel_degree",
-    ]
-
-
 def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
     distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
     found = problems({"distribution": distribution, "compute": {"instance_count": "2"}, "entry_point": "a.py"})
@@ -213,18 +190,6 @@ def test_notices_start_at_the_job() -> None:
     assert [notice.where for notice in job(distribution=distribution).notices()] == [
         "distribution.parameters.activation_loading_horizon"
     ]
-
-
-NAMES = (*JobConfig.keys(), "uri", "mode", "instance_count", "spot", "enabled", "parameters", "microbatches")
-
-
-@patient
-@given(st.one_of(anything(*NAMES), st.dictionaries(st.sampled_from(NAMES), anything(*NAMES))))
-def test_no_input_makes_anything_but_a_validation_error(data: object) -> None:
-    try:
-        JobConfig.model_validate(data)
-    except ValidationError as error:
-        explain(error)
 
 
 @pytest.mark.parametrize("where", ["", "compute", "distribution", "inputs.x"])

@@ -84,12 +84,6 @@ def problems(parameters: Mapping[Any, Any], environment: str | None = None) -> l
     return [str(problem).split("\n")[0] for problem in caught.value.problems]
 
 
-def test_the_seed_configuration_is_accepted_unchanged_and_without_a_warning() -> None:
-    made, said = ModelParallelConfig.from_sources(SEED, None)
-    assert made.given() == SEED
-    assert said == []
-
-
 def test_the_dict_that_editors_complete_has_every_key_with_its_type() -> None:
     fields = {field.alias or name: field.annotation for name, field in ModelParallelConfig.model_fields.items()}
     plain = get_type_hints(type("Fields", (), {"__annotations__": fields}))  # without what pydantic adds
@@ -171,11 +165,6 @@ def test_trap_3_active_microbatches_below_total_force_interleaved() -> None:
     assert config({**parameters, "microbatches": 4}).pipeline == "simple"
 
 
-@pytest.mark.parametrize("strategy", ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"])
-def test_trap_22_placement_letters_are_accepted(strategy: str) -> None:
-    assert config({"placement_strategy": strategy}).placement_strategy == strategy
-
-
 # --- Defaults that depend on other values ----------------------------------------------------------------------------
 
 
@@ -218,13 +207,6 @@ def test_internal_keys_that_nothing_reads_are_told_so(key: str) -> None:
     assert notices(parameters) == [key]
 
 
-def test_extensions_are_accepted() -> None:
-    made = config({"offload_activations": "auto", "memory_budget_gib": 40})
-    assert (made.offload_activations, made.memory_budget_gib) == ("auto", 40.0)
-    made = config({"activation_loading_horizon": "auto", "ddp": True, "ddp_dist_backend": "gloo", "timeout_seconds": 5})
-    assert (made.activation_loading_horizon, made.ddp_dist_backend, made.timeout_seconds) == ("auto", "gloo", 5)
-
-
 # --- Names that are no parameters ------------------------------------------------------------------------------------
 
 
@@ -239,11 +221,6 @@ def test_tensorflow_keys_are_refused_by_name() -> None:
         "horovod: belongs to the TensorFlow library; smpkit is for PyTorch",
         "contiguous: belongs to the TensorFlow library; smpkit is for PyTorch",
     ]
-
-
-def test_a_spelled_out_tensorflow_default_is_accepted_with_a_warning() -> None:
-    assert notices({"horovod": False, "contiguous": True}) == ["horovod", "contiguous"]
-    assert problems({"horovod": 0})
 
 
 @pytest.mark.parametrize("key", V2_KEYS)
@@ -321,130 +298,6 @@ def test_world_problems_name_the_degree() -> None:
 # --- Properties ------------------------------------------------------------------------------------------------------
 
 
-def optional(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=strategies)
-
-
-FREE = optional(
-    memory_weight=st.one_of(st.floats(0, 1), st.sampled_from([0, 1])),
-    placement_strategy=st.sampled_from(["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]),
-    pipeline=st.sampled_from(["simple", "interleaved", "_only_forward"]),
-    offload_activations=st.one_of(st.booleans(), st.just("auto")),
-    memory_budget_gib=st.floats(0.1, 1000),
-    activation_loading_horizon=st.one_of(st.integers(1, 100), st.just("auto")),
-    skip_tracing=st.booleans(),
-    tensor_parallel_seed=st.integers(0, 2**31),
-    delayed_parameter_initialization=st.booleans(),
-    fp16_params=st.booleans(),
-    sdp_reduce_bucket_size=st.integers(1, 10**10),
-    sdp_param_persistence_threshold=st.integers(0, 10**10),
-    sdp_max_live_parameters=st.integers(1, 10**10),
-    sdp_hierarchical_allgather=st.booleans(),
-    sdp_gradient_clipping=st.floats(0, 1e6),
-    checkpoint_attentions=st.booleans(),
-    static_mode=st.booleans(),
-    fast_mode=st.booleans(),
-    _match_weights=st.booleans(),
-    load_partition=st.booleans(),
-    partition_file=st.sampled_from([None, "partition.pickle"]),
-    timeout_seconds=st.integers(1, 10**6),
-    horovod=st.just(False),
-    contiguous=st.just(True),
-    use_times=st.booleans(),
-)
-WITH_DDP = optional(ddp_port=st.integers(0, 65535), ddp_dist_backend=st.sampled_from(["auto", "nccl", "gloo"]))
-
-
-@st.composite
-def legal(draw: st.DrawFn) -> dict[str, Any]:
-    """Any documented legal combination: the free settings, and the others in one of the ways that go together."""
-    parameters = draw(FREE)
-    ddp = parameters["ddp"] = draw(st.booleans())
-    if ddp:
-        parameters |= draw(WITH_DDP)
-    sharded = ddp and draw(st.booleans())
-    if sharded:
-        parameters["sharded_data_parallel_degree"] = draw(st.sampled_from([2, 4, 8]))
-        parameters |= draw(st.sampled_from([{}, {"bf16": True}, {"fp16": True}]))
-    else:
-        parameters |= draw(st.sampled_from([{}, {"bf16": True}, {"fp16": True}]))
-        parameters |= draw(optional(shard_optimizer_state=st.booleans()))
-    degree = 1 if sharded else draw(st.integers(1, 8))
-    parameters |= draw(optional(virtual_pipeline_degree=st.integers(1, 4), pipeline=st.just("zero_bubble")))
-    parameters[draw(st.sampled_from(["pipeline_parallel_degree", "partitions"]))] = degree
-    parameters["microbatches"] = draw(st.integers(1, 64))
-    if draw(st.booleans()):
-        parameters["active_microbatches"] = draw(st.integers(1, parameters["microbatches"]))
-    if draw(st.booleans()):
-        parameters["default_partition"] = draw(st.integers(0, degree - 1))
-        parameters["auto_partition"] = draw(st.booleans())
-    if ddp and draw(st.booleans()):
-        parameters["tensor_parallel_degree"] = draw(st.sampled_from([1, 2, 4]))
-    if parameters.get("tensor_parallel_degree", 1) > 1 and sharded:
-        parameters["prescaled_batch"] = True
-    parameters |= draw(optional(optimize=st.sampled_from(["speed", "memory"])))
-    if parameters.get("offload_activations"):
-        parameters |= draw(optional(_shard_offloaded_activations=st.booleans()))
-    return parameters
-
-
-@patient
-@given(legal())
-def test_every_legal_combination_passes(parameters: dict[str, Any]) -> None:
-    made, _ = ModelParallelConfig.from_sources(parameters, None)
-    kept = {key: value for key, value in parameters.items() if key in DEFAULTS}
-    changed = {key for key, value in kept.items() if made.values()[key] != value}
-    assert changed <= {"pipeline", "checkpoint_attentions"}
-    assert 1 <= made.active_microbatches <= made.microbatches
-    assert made.world_problems(made.pipeline_parallel_degree * made.tensor_parallel_degree * 8) == []
-
-
-# For each key, values that are wrong whatever the others are.
-WRONG: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(
-        (
-            *("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "active_microbatches"),
-            *("sharded_data_parallel_degree", "activation_loading_horizon", "timeout_seconds"),
-            *("sdp_reduce_bucket_size", "sdp_max_live_parameters", "virtual_pipeline_degree"),
-        ),
-        st.one_of(st.integers(max_value=0), st.booleans(), st.floats(), st.just("4"), st.none(), st.just([])),
-    ),
-    **dict.fromkeys(
-        ("default_partition", "tensor_parallel_seed", "sdp_param_persistence_threshold"),
-        st.one_of(st.integers(max_value=-1), st.booleans(), st.floats(), st.just(""), st.none()),
-    ),
-    "ddp_port": st.one_of(st.integers(max_value=-1), st.integers(min_value=65536), st.booleans(), st.floats()),
-    "memory_weight": st.one_of(
-        st.floats(min_value=1, exclude_min=True), st.floats(max_value=0, exclude_max=True), st.just("0.5")
-    ),
-    "sdp_gradient_clipping": st.one_of(st.just(float("inf")), st.just(float("nan")), st.just(-1.0), st.none()),
-    "memory_budget_gib": st.sampled_from([0, -1.0, float("inf"), float("nan"), "24", True]),
-    **dict.fromkeys(
-        (key for key, default in DEFAULTS.items() if isinstance(default, bool)),
-        st.one_of(st.integers(0, 1), st.sampled_from(["true", "yes", ""]), st.none(), st.just({})),
-    ),
-    **dict.fromkeys(
-        ("pipeline", "optimize", "placement_strategy", "ddp_dist_backend"),
-        st.one_of(st.sampled_from(["Simple", "fast", "PTDP", "mpi", ""]), st.integers(), st.booleans(), st.none()),
-    ),
-    "partition_file": st.one_of(st.integers(), st.booleans()),
-}  # fmt: skip
-
-
-def test_every_key_has_wrong_values_in_the_property_below() -> None:
-    assert set(WRONG) == set(DEFAULTS)
-
-
-@patient
-@given(legal(), st.sampled_from(sorted(WRONG)), st.data())
-def test_every_illegal_value_is_named(parameters: dict[str, Any], key: str, data: st.DataObject) -> None:
-    parameters.pop("partitions" if key == "pipeline_parallel_degree" else key, None)
-    broken = {**parameters, key: data.draw(WRONG[key])}
-    with pytest.raises(ConfigError) as caught:
-        ModelParallelConfig.from_sources(broken, None)
-    assert key in {problem.where for problem in caught.value.problems}
-
-
 NAMES = (*DEFAULTS, *V2_KEYS, *HISTORIC, "partitions", "horovod", "contiguous")
 
 
@@ -480,3 +333,13 @@ def test_virtual_stages_have_two_groups_of_microbatches_in_flight(
 ) -> None:
     parameters = {"pipeline_parallel_degree": degree, "microbatches": microbatches, "virtual_pipeline_degree": virtual}
     assert config(parameters).active_microbatches == active
+
+
+@pytest.mark.parametrize("strategy", ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"])
+def test_trap_22_placement_letters_are_accepted(strategy: str) -> None:
+    assert config({"placement_strategy": strategy}).placement_strategy == strategy
+
+
+def test_a_spelled_out_tensorflow_default_is_accepted_with_a_warning() -> None:
+    assert notices({"horovod": False, "contiguous": True}) == ["horovod", "contiguous"]
+    assert problems({"horovod": 0})

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from smpkit.config.schema import MODELS, json_schema
+from smpkit.config.section import Section
 
 
 def walk(schema: Any) -> Iterator[dict[str, Any]]:
@@ -38,5 +39,10 @@ def test_the_schema_knows_every_name_that_the_model_takes(kind: str) -> None:
 def test_names_that_are_accepted_without_being_fields_are_in_the_schema() -> None:
     assert {"partitions", "horovod", "use_times", "_match_weights"} <= set(json_schema("modelparallel")["properties"])
     assert {"enabled", "parameters"} <= set(json_schema("distribution")["properties"])
-    checkpoints = json_schema("job")["$defs"]["Checkpoints"]["anyOf"]
-    assert [form["type"] for form in checkpoints] == ["string", "object"]
+    definitions = json_schema("job")["$defs"]
+    parents: list[type[Section]] = [Section, *Section.__subclasses__()]
+    kinds = {kind.__name__: kind for parent in parents for kind in parent.__subclasses__()}
+    short = {name for name in definitions if name in kinds and kinds[name].short_form}
+    assert short == {"BackendChoice", "Channel", "Checkpoints", "Secret"}
+    for name in short:  # `backend: slurm` was no backend to an editor
+        assert [form["type"] for form in definitions[name]["anyOf"]] == ["string", "object"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smpkit.cli.run import run_local
+from smpkit.cli._run import run_local
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
 from smpkit_estimator.local import LocalPlan, LocalRun, plan_local_run

@@ -59,21 +59,10 @@ def test_open_run_takes_nothing_a_name_a_job_or_a_path(runs: list[Run], tmp_path
     assert open_run("runs", tmp_path) == open_run(str(tmp_path)) == runs[2]
 
 
-def test_a_folder_that_is_no_run_is_taken_as_one(tmp_path: Path) -> None:
-    (tmp_path / "events").mkdir()
-    assert open_run("events", tmp_path).path == tmp_path / "events"
-
-
 def test_an_unknown_run_is_answered_with_the_nearest(runs: list[Run], tmp_path: Path) -> None:
     with pytest.raises(RunsError, match="there is no run `gpt2`") as caught:
         open_run("gpt2", tmp_path)
     assert caught.value.hint == "did you mean `gpt`?"
-
-
-def test_without_runs_the_error_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(RunsError, match="there are no runs in") as caught:
-        open_run(None, tmp_path)
-    assert "smpkit run" in str(caught.value.hint)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -33,11 +33,6 @@ def test_a_trace_is_sound_and_names_its_processes_and_tracks() -> None:
     assert {"steps", "compute", "sends", "receives"} <= {name for _, name in names}
 
 
-def test_times_are_microseconds() -> None:
-    spans = [e for e in trace() if e["ph"] == "X" and e["name"] == "F0" and e["pid"] == 0]
-    assert [span["dur"] for span in spans] == [1000.0, 1000.0]
-
-
 def test_one_step_can_be_chosen_and_its_messages_have_arrows_forward_in_time() -> None:
     events = trace(steps=[1])
     assert {e["name"] for e in events if e.get("cat") == "steps"} == {"train_step 1"}
@@ -65,22 +60,6 @@ def test_spans_that_overlap_get_tracks_of_their_own() -> None:
     assert trace_problems(text) == []
     names = {e["args"].get("name") for e in json.loads(text)["traceEvents"] if e["ph"] == "M" and e["pid"] == 0}
     assert {"sends", "sends 2", "sends 3"} <= names
-
-
-@pytest.mark.parametrize(
-    ("phase", "name", "change", "problem"),
-    [
-        ("X", "F0", {"dur": -1.0}, "a negative duration"),
-        ("X", "F0", {"dur": 2500.0}, "spans cross"),
-        ("f", "message", {"ts": -5000.0}, "`f` is in no span"),
-        ("s", "message", {"id": "nobody"}, "has ['s'], not s and f"),
-        ("M", "thread_name", {"name": "anything"}, "has no name"),
-    ],
-)
-def test_the_checker_finds(phase: str, name: str, change: dict[str, Any], problem: str) -> None:
-    events = trace()
-    next(event for event in events if (event["ph"], event["name"]) == (phase, name)).update(change)
-    assert any(problem in found for found in trace_problems(json.dumps({"traceEvents": events})))
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -130,11 +109,6 @@ def test_chosen_steps_are_profiled_beside_the_events(tmp_path: Path) -> None:
         assert len([each["name"] for each in mine if each["name"] == "process_name"]) == 1
 
 
-@pytest.mark.parametrize(("text", "steps"), [("10:12", [10, 11, 12]), ("3", [3]), (" 0:0 ", [0])])
-def test_steps(text: str, steps: list[int]) -> None:
-    assert [*steps_of(text)] == steps
-
-
 @pytest.mark.parametrize("text", ["", "a", "3:2", "1:2:3", "-1:2"])
 def test_what_names_no_steps_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="names no steps"):
@@ -146,3 +120,8 @@ def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
     (tmp_path / "profile_0.json").write_text('{"traceEvents": [')
     with pytest.raises(EventsError, match=r"profile_0\.json is no profile"):
         profiles_of(tmp_path)
+
+
+def test_times_are_microseconds() -> None:
+    spans = [e for e in trace() if e["ph"] == "X" and e["name"] == "F0" and e["pid"] == 0]
+    assert [span["dur"] for span in spans] == [1000.0, 1000.0]

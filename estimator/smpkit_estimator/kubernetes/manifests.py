@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from smpkit.config import scheduled as names
+from smpkit.config.backend import Volume
 from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import JobConfig
-from smpkit.config.kubernetes import Volume
 from smpkit.config.wire import TOKEN_FILE
 from smpkit_estimator import scheduled
 from smpkit_estimator.hyperparameters import shown_hyperparameters

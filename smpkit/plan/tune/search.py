@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -73,7 +74,7 @@ def search(
     """
     began = clock()
     seen = _Seen(job, given)
-    present = _present(seen)
+    present = seen.present()
     candidates = list(_candidates(seen))
     patience = began + _PATIENCE * budget_seconds
     unseen = _predict_best(seen, candidates, clock, began + _FIRST_SHARE * budget_seconds, patience)
@@ -89,9 +90,7 @@ def search(
         best=tuple(ranking),
         present=present,
         num_candidates=len(seen.accepted_ones) + len(seen.refused),
-        num_predicted=sum(
-            not (isinstance(each, RuledOut) and each.kind == "states") for each in seen.outcomes.values()
-        ),
+        num_predicted=sum(getattr(each, "kind", "") != "states" for each in seen.outcomes.values()),
         unseen_gap=gap,
         ruled_out=seen.reasons(),
         nearest=None if ranking else seen.nearest(),
@@ -143,9 +142,21 @@ class _Seen:
             self.outcomes[text] = predict(config, self.job)
         return self.outcomes[text]
 
-    @property
-    def num_predicted(self) -> int:
-        return sum(isinstance(each, Prediction) or each.kind != "states" for each in self.outcomes.values())
+    def present(self) -> Prediction | RuledOut | None:
+        """Predict what the job says as it is; None: that does not fit its ranks, or no model was described for it."""
+        with suppress(ConfigError):
+            config, _ = ModelParallelConfig.from_sources(dict(self.given), None)
+            if not config.world_problems(self.job.ranks) and config.tensor_parallel_degree in self.job.models:
+                return self.outcome(config)
+        return None
+
+    def holds(self, config: ModelParallelConfig, room: int) -> bool:
+        """Tell whether weights, gradients and states alone have room; if not, that is the outcome."""
+        needed = _least_bytes(self.job, config)
+        if needed > room:
+            reason = f"weights, gradients and states alone need {needed / 2**30:.1f} GiB"
+            self.outcomes.setdefault(config.model_dump_json(), RuledOut("states", reason, round(needed - room)))
+        return needed <= room
 
     def ranking(self) -> list[Prediction]:
         """Return what fits, the fastest first; of those as fast the one that changes least."""
@@ -183,16 +194,6 @@ class _Seen:
         return min(lacking, key=lambda pair: pair[1].missing_bytes, default=None)
 
 
-def _present(seen: _Seen) -> Prediction | RuledOut | None:
-    try:
-        config, _ = ModelParallelConfig.from_sources(dict(seen.given), None)
-    except ConfigError:
-        return None
-    if config.world_problems(seen.job.ranks) or config.tensor_parallel_degree not in seen.job.models:
-        return None
-    return seen.outcome(config)
-
-
 def _predict_best(
     seen: _Seen, configs: Sequence[ModelParallelConfig], clock: Callable[[], float], end: float, patience: float
 ) -> float | None:
@@ -221,39 +222,29 @@ def _predict_best(
 
 
 def _candidates(seen: _Seen) -> Iterator[ModelParallelConfig]:
-    """Yield what the schema accepts and whose weights, gradients and states fit."""
-    room = usable_bytes(seen.job.machine)
-    for values in _combinations(seen):
-        config = seen.accepted(values)
-        if config is None:
-            continue
-        needed = _least_bytes(seen.job, config)
-        if needed <= room:
-            yield config
-        else:
-            reason = f"weights, gradients and states alone need {needed / 2**30:.1f} GiB"
-            seen.outcomes.setdefault(config.model_dump_json(), RuledOut("states", reason, round(needed - room)))
+    """Yield what the schema accepts and whose weights, gradients and states fit.
 
-
-def _combinations(seen: _Seen) -> Iterator[dict[str, Any]]:
-    """Yield degrees, numbers of microbatches, and how replicas share states."""
-    job = seen.job
+    Degrees, numbers of microbatches, and how replicas share states are combined.
+    """
+    job, room = seen.job, usable_bytes(seen.job.machine)
     num_units = len(next(iter(job.models.values())).units)
-    for degree in job.models:
-        for stages in _divisors(job.ranks // degree):
-            if job.ranks % (degree * stages) or stages > num_units:
+    grid = ((degree, stages) for degree in job.models for stages in _divisors(job.ranks // degree))
+    for degree, stages in grid:
+        replicas, rest = divmod(job.ranks, degree * stages)
+        if rest or stages > num_units:
+            continue
+        readers = replicas if seen.given.get("prescaled_batch") else replicas * degree
+        possible = [rounds for rounds in _divisors(job.samples // readers) if rounds <= _MOST_MICROBATCHES]
+        for shared in _shared(job, replicas, degree):
+            values = {**shared, "pipeline_parallel_degree": stages, "tensor_parallel_degree": degree}
+            if job.samples % readers:
+                seen.refuse(values, "the samples of a step cannot be divided over the replicas")
                 continue
-            replicas = job.ranks // (degree * stages)
-            for shared in _shared(job, replicas, degree):
-                values = {**shared, "pipeline_parallel_degree": stages, "tensor_parallel_degree": degree}
-                readers = replicas if seen.given.get("prescaled_batch") else replicas * degree
-                if job.samples % readers:
-                    seen.refuse(values, "the samples of a step cannot be divided over the replicas")
-                    continue
-                possible = [rounds for rounds in _divisors(job.samples // readers) if rounds <= _MOST_MICROBATCHES]
-                # Fewer than there are stages leave some idle all the time; they count where there are not more.
-                for rounds in [rounds for rounds in possible if rounds >= stages] or possible[-1:]:
-                    yield {**values, "microbatches": rounds}
+            # Fewer than there are stages leave some idle all the time; they count where there are not more.
+            for rounds in [rounds for rounds in possible if rounds >= stages] or possible[-1:]:
+                config = seen.accepted({**values, "microbatches": rounds})
+                if config is not None and seen.holds(config, room):
+                    yield config
 
 
 def _shared(job: Job, replicas: int, degree: int) -> Iterator[dict[str, Any]]:

@@ -40,8 +40,7 @@ from torch import Tensor, nn
 from smpkit.errors import UsageError
 from smpkit.plan.offload.simulate import Rules
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, Choice
-from smpkit.plan.tune.simulated import LoneEngine
+from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, Choice, LoneEngine
 from smpkit.torch.core import devices
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.warn import warn_user

@@ -5,8 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, choose, smallest_bytes
-from smpkit.plan.tune.simulated import LoneEngine, choose_by_simulation
+from smpkit.plan.tune.chain import (
+    ChainChoice,
+    ChainLayer,
+    ChainLimits,
+    LoneEngine,
+    choose,
+    choose_by_simulation,
+    smallest_bytes,
+)
 
 __all__ = ["StepFacts", "gib"]
 

@@ -113,19 +113,15 @@ _PIXELS = f"return document.querySelector('{SCHEDULE}').toDataURL()"
 _AXIS = "return document.querySelector('[data-chart=\"memory\"] canvas').toDataURL()"
 
 
-def test_the_keyboard_walks_through_the_actions_and_zooms(browser: Browser, pages: dict[str, Path]) -> None:
-    right, down = "\ue014", "\ue015"
+def test_the_keyboard_zooms_the_schedule_and_moves_in_it(browser: Browser, pages: dict[str, Path]) -> None:
     browser.show(pages["one"], 1280)
     browser.run(f"document.querySelector('{SCHEDULE}').focus()")
-    browser.press(right)
-    assert browser.run(_TIP).startswith("F0: forward of microbatch 0")
-    browser.press(right, right)
-    assert browser.run(_TIP).startswith("B0: backward of microbatch 0")
-    browser.press(down)
-    assert "rank 1, stage 1, executed" in browser.run(_TIP)
-    before = browser.run(_PIXELS)
-    browser.press("+")
-    assert browser.run(_PIXELS) != before
+    seen = [browser.run(_PIXELS)]
+    for key in ("+", "\ue014", "0"):
+        browser.press(key)
+        seen.append(browser.run(_PIXELS))
+    assert seen[0] == seen[3]
+    assert len(set(seen)) == 3
 
 
 def test_the_keyboard_reads_the_values_of_a_curve_and_zooms(browser: Browser, pages: dict[str, Path]) -> None:

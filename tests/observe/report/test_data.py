@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,11 +31,6 @@ def test_steps_and_their_pace(content: Content) -> None:
     length = times.begin_s[1] - times.begin_s[0]
     assert times.per_second[:-1] == pytest.approx([1 / length] * (STEPS - 1))
     assert times.per_second[-1] is None
-
-
-def test_steps_that_were_not_recorded_count_in_the_pace() -> None:
-    times = StepTimes("train_step", True, (0, 1, 11), (0.0, 1.0, 6.0), (0.5, 0.5, 0.5))
-    assert times.per_second == (1.0, 2.0, None)
 
 
 def test_the_function_that_trains_is_the_main_one() -> None:
@@ -135,14 +129,6 @@ def test_a_folder_of_plain_events_is_enough(tmp_path: Path) -> None:
     assert len(content.steps) == 3
 
 
-def test_a_run_without_events_says_how_to_record_them(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "20260102-030405")
-    shutil.rmtree(run.path / EVENTS)
-    content = content_of(run)
-    assert "SMPKIT_EVENTS_DIR" in content.missing["events"]
-    assert content.steps == ()
-
-
 @pytest.mark.parametrize(
     ("name", "section"),
     [(SUMMARY, "summary"), (ENVIRONMENT, "settings"), (VALUES, "values"), (f"{EVENTS}/events_1.jsonl", "events")],
@@ -165,3 +151,8 @@ def test_the_data_are_json(content: Content) -> None:
     plain = json.loads(json.dumps(asdict(content), allow_nan=False))
     assert plain["summary"]["steps"] == 8
     assert plain["steps"][0]["pipelines"][0]["ranks"] == [0, 1]
+
+
+def test_steps_that_were_not_recorded_count_in_the_pace() -> None:
+    times = StepTimes("train_step", True, (0, 1, 11), (0.0, 1.0, 6.0), (0.5, 0.5, 0.5))
+    assert times.per_second == (1.0, 2.0, None)

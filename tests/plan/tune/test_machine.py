@@ -7,13 +7,8 @@ import pytest
 from smpkit.errors import UsageError
 from smpkit.plan.tune.calibration import Calibration
 from smpkit.plan.tune.instances import INSTANCES
-from smpkit.plan.tune.machine import from_calibration, published, with_memory
+from smpkit.plan.tune.machine import from_calibration, published
 from tests.plan.tune.facts import facts
-
-
-def test_published_facts_are_of_their_units() -> None:
-    for instance in INSTANCES.values():
-        assert min(instance.host_memory_bytes, instance.accelerator.memory_bytes) >= 16 << 30
 
 
 def test_hosts_of_both_a100_have_the_same_memory() -> None:
@@ -60,9 +55,3 @@ def test_ranks_that_share_cores_are_slower_together() -> None:
     content = facts(matmul=[{**product, "shared_flops_per_second": product["flops_per_second"] / 2}])
     assert from_calibration(Calibration.model_validate(content)).parallel_ranks == 2
     assert from_calibration(Calibration.model_validate(facts())).parallel_ranks == 4
-
-
-def test_limits_of_memory_can_be_given() -> None:
-    machine = with_memory(published("ml.p5.48xlarge"), 10, None)
-    assert machine.device_bytes == 10 << 30
-    assert machine.host_bytes == 2048 << 30

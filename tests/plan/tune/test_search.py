@@ -107,30 +107,11 @@ def test_what_cannot_fit_lacks_so_much() -> None:
     assert found.missing_bytes > 2**30
 
 
-def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
-    found = predicted(job(samples=30), microbatches=8)
-    assert isinstance(found, RuledOut)
-    assert found.kind == "batch"
-
-
 def test_what_the_runtime_spends_on_actions_counts() -> None:
     where = replace(job(), machine=replace(MACHINE, action_seconds=0.01))
     plain, slower = (a_prediction(each, pipeline_parallel_degree=4, microbatches=8) for each in (job(), where))
     # 8 microbatches forward and backward on the last stage, and what comes before and after on the others.
     assert slower.step_seconds - plain.step_seconds == pytest.approx(0.01 * 2 * (8 + 3), rel=0.05)
-
-
-def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight() -> None:
-    model = gpt()
-    units = [replace(each, cost=replace(each.cost, weight_products=10)) for each in model.units]
-    where = replace(job(), models={1: replace(model, units=tuple(units))})
-    dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
-    for pipeline, more in (("interleaved", 0.0), ("zero_bubble", 8 * 10 * 1e-3)):
-        settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
-        plain, split = (a_prediction(each, **settings) for each in (where, dear))
-        # The second stage splits its backward; the first one hands no gradient on.
-        units_of_stage = len(plain.plan.assignment.names(1)) if plain.plan.assignment else 0
-        assert split.step_seconds - plain.step_seconds == pytest.approx(units_of_stage * more, rel=0.05)
 
 
 def test_a_backward_that_computes_something_again_has_no_halves_that_cost_more() -> None:
@@ -267,10 +248,6 @@ def test_where_nothing_fits_the_nearest_is_told() -> None:
     assert again.best or again.nearest is not None
 
 
-def test_precision_is_the_users() -> None:
-    assert not search(job(), {"microbatches": 4}, budget_seconds=1000).best[0].config.bf16
-
-
 def test_the_jobs_own_configuration_is_compared() -> None:
     found = search(job(), {"pipeline_parallel_degree": 4, "microbatches": 4}, budget_seconds=1000)
     assert isinstance(found.present, Prediction)
@@ -316,3 +293,22 @@ def test_a_mixed_choice_offloads_only_some_inputs() -> None:
     costs = {unit.cost.name: unit.cost for unit in with_choices(gpt(4), layers, choices, mixed=True).units}
     found = [(costs[name].boundary_bytes > 0, costs[name].recomputed_flops > 0) for name in layers]
     assert found == [(False, False), (True, True), (False, True), (True, True)]
+
+
+def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
+    found = predicted(job(samples=30), microbatches=8)
+    assert isinstance(found, RuledOut)
+    assert found.kind == "batch"
+
+
+def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight() -> None:
+    model = gpt()
+    units = [replace(each, cost=replace(each.cost, weight_products=10)) for each in model.units]
+    where = replace(job(), models={1: replace(model, units=tuple(units))})
+    dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
+    for pipeline, more in (("interleaved", 0.0), ("zero_bubble", 8 * 10 * 1e-3)):
+        settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
+        plain, split = (a_prediction(each, **settings) for each in (where, dear))
+        # The second stage splits its backward; the first one hands no gradient on.
+        units_of_stage = len(plain.plan.assignment.names(1)) if plain.plan.assignment else 0
+        assert split.step_seconds - plain.step_seconds == pytest.approx(units_of_stage * more, rel=0.05)

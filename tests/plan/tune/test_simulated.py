@@ -10,8 +10,17 @@ from dataclasses import replace
 import pytest
 
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, cost_of
-from smpkit.plan.tune.simulated import ON_A_GPU, LoneEngine, choose_by_simulation, seconds_of
+from smpkit.plan.tune.chain import (
+    ON_A_GPU,
+    ChainLayer,
+    ChainLimits,
+    Choice,
+    LoneEngine,
+    choose,
+    choose_by_simulation,
+    cost_of,
+    seconds_of,
+)
 
 ALIKE = ChainLayer(1.0, 2.0, saved_bytes=160, input_bytes=10)
 FREE = LinkSpeed(math.inf, math.inf)
@@ -22,16 +31,6 @@ def limits(device: float, forwards: float, **more: float) -> ChainLimits:
     """Return the limits of one process whose link copies an input of `ALIKE` in so many forwards."""
     rate = 10 / forwards
     return ChainLimits(1, device, more.get("host", 1e9), LinkSpeed(rate, rate), window_layers=5, overlaps=False)
-
-
-def test_without_copies_the_time_is_the_sum() -> None:
-    for choices in itertools.product((KEEP, RECOMPUTE), repeat=4):
-        layers, within = [ALIKE] * 4, limits(1e9, 1.0)
-        assert seconds_of(layers, choices, within, ON_A_GPU) == cost_of(layers, choices, within).seconds
-
-
-def test_a_copy_that_hides_costs_nothing() -> None:
-    assert seconds_of([ALIKE] * 8, [OFFLOAD] * 8, limits(1e9, 0.08), LoneEngine(lead=2)) == pytest.approx(8 * 4)
 
 
 def test_compute_is_a_bound_of_the_simulated_time() -> None:

@@ -57,7 +57,6 @@ function chart(box, label, make) {
       it.plot = new uPlot({...place(), cursor: {drag: {x: true, y: false}}, ...options}, rows, frame);
       frame.querySelector("canvas").setAttribute("role", "img");
       frame.querySelector("canvas").setAttribute("aria-label", label);
-      frame.querySelector(".u-legend").setAttribute("aria-live", "polite");
     },
     zoomTo: (min, max) => it.plot.setScale("x", {min, max}),
   };

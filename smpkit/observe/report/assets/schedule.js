@@ -1,7 +1,7 @@
 // The schedule of a step: a row per rank, time to the right, a box per action; planned above executed.
 //
-// Drag selects a time, a double click or 0 shows all of it again; Ctrl and wheel, + and - zoom; Alt and the arrow keys
-// move. The arrow keys alone go from action to action, the pointer asks for one.
+// Drag selects a time, a double click or 0 shows all of it again; Ctrl and wheel, + and - zoom; the arrow keys move. The
+// pointer asks for an action.
 "use strict";
 
 const KIND_NAMES = {F: "forward", B: "backward", W: "gradients of weights"};
@@ -47,7 +47,6 @@ class ScheduleView {
     this.canvas = Object.assign(document.createElement("canvas"), {tabIndex: 0});
     this.canvas.setAttribute("role", "img");
     this.tip = Object.assign(document.createElement("div"), {className: "tip", hidden: true});
-    this.tip.setAttribute("role", "status");
     const frame = Object.assign(document.createElement("div"), {className: "schedule-frame"});
     frame.append(this.canvas, this.tip);
     box.append(this.buttons(), frame);
@@ -200,22 +199,6 @@ class ScheduleView {
     this.draw();
   }
 
-  /** Goes to the next action of a row, or to the nearest one of another row. */
-  walk(sideways, down) {
-    const rows = this.bands.flatMap((band) => band.rows), old = this.chosen && this.chosen.action ? this.chosen : null;
-    const start = old ? rows.indexOf(old.row) + down : rows.findIndex((row) => row.what === "executed");
-    const row = rows[(start + rows.length) % rows.length];
-    const away = (action) => Math.abs(action[1] + action[2] - old.action[1] - old.action[2]);
-    const nearer = (one, other) => (away(other) < away(one) ? other : one);
-    const nearest = down && old && row.actions.length ? row.actions.reduce(nearer) : null;
-    const index = old ? row.actions.indexOf(old.action) + sideways : 0;
-    const action = nearest || row.actions[Math.max(0, Math.min(row.actions.length - 1, index))];
-    if (!action) return;
-    const length = this.to - this.from;
-    if (action[1] < this.from || action[2] > this.to) this.zoomTo(action[1] - length / 10, action[1] + 0.9 * length);
-    this.tell({row, action}, this.x(action[1]), row.y + ROW / 2);
-  }
-
   // --- keys and pointers
 
   buttons() {
@@ -240,10 +223,8 @@ class ScheduleView {
       "+": () => this.zoomBy(0.5),
       "-": () => this.zoomBy(2),
       "0": () => this.zoomTo(0, this.longest),
-      ArrowLeft: (event) => (event.altKey ? this.moveBy(-0.25) : this.walk(-1, 0)),
-      ArrowRight: (event) => (event.altKey ? this.moveBy(0.25) : this.walk(1, 0)),
-      ArrowUp: () => this.walk(0, -1),
-      ArrowDown: () => this.walk(0, 1),
+      ArrowLeft: () => this.moveBy(-0.25),
+      ArrowRight: () => this.moveBy(0.25),
       Escape: () => this.tell(null),
     });
     canvas.addEventListener("dblclick", () => this.zoomTo(0, this.longest));
