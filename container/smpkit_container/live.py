@@ -75,9 +75,10 @@ def line_of(ranks: Sequence[int], num_started: int, known: Mapping[int, RankStat
         return f"{num_ranks} rank{'s' * (num_ranks != 1)} ready, no step yet{after}"
     if step == 0:
         return f"step 0, the first one: it traces and plans{after}"
-    parts = [f"step {step:,}"]
-    if length := max(page.step_seconds for page in known.values()):
-        parts.append(f"{seconds(length)} each")
+    # Steps that train, as in the block at the end: evaluations would be counted in `step`, too.
+    trained = min(page.num_trained for page in known.values())
+    length = max(page.step_seconds for page in known.values())
+    parts = [f"{trained:,} steps of {seconds(length)}" if trained and length else f"step {step:,}"]
     held, rank = max((page.held.on_device if page.held else 0, -rank) for rank, page in known.items())
     if held:
         parts.append(f"peak memory {amount(held)} (rank {-rank})" if num_ranks > 1 else f"peak memory {amount(held)}")

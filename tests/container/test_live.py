@@ -35,12 +35,12 @@ def test_a_terminal_sees_each_state_of_the_start_and_then_steps(tmp_path: Path) 
     assert later(2) == "step 0, the first one: it traces and plans (5.0 s)"
     for page in pages:
         page.end_step(10, 0.2485)
-        page.begin_step(10)
+        page.begin_step(17)  # evaluations are steps of their own
     pages[1].write(KindBytes(weights=3 * 2**30), None, None)
     clock.now += 3
-    assert later(2) == "step 10, 248.5 ms each, peak memory 3.0 GiB (rank 1) (9.0 s)"
+    assert later(2) == "10 steps of 248.5 ms, peak memory 3.0 GiB (rank 1) (9.0 s)"
     clock.now += 60
-    assert later(2) == "step 10, 248.5 ms each, peak memory 3.0 GiB (rank 1) (1 m 10 s)", "its rate decayed"
+    assert later(2) == "10 steps of 248.5 ms, peak memory 3.0 GiB (rank 1) (1 m 10 s)", "its rate decayed"
 
 
 def test_a_log_gets_lines_at_growing_intervals(tmp_path: Path) -> None:
