@@ -108,7 +108,7 @@ def test_the_block_is_printed_once_and_is_the_summary(trained: tuple[Path, str],
     assert (summary.name, summary.steps, summary.exit_reason) == ("gpt-text", 6, "finished")
     assert list(summary.values) == ["loss", "learning rate", "held_out_loss"]
     first, last = summary.values["loss"]
-    assert f"values  loss {first:.4g} → {last:.4g}, held_out_loss " in said
+    assert f"values  loss {first:.4g} → {last:.4g}, learning rate " in said
     assert last < first
     assert summary.steps_per_s is not None
     assert summary.samples_per_s == pytest.approx(summary.steps_per_s * 4)

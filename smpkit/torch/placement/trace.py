@@ -84,7 +84,7 @@ def measure_units(
 def _warn(reason: str) -> None:
     _log.warning(
         "the step could not be traced on tensors without data (%s); the model is partitioned by the sizes of its"
-        " parameters, without regard to what it computes and keeps. set `skip_tracing: true` to skip this attempt",
+        " parameters, without regard to what it computes and keeps; `skip_tracing: true` skips this attempt",
         reason,
     )
 
