@@ -463,7 +463,7 @@ def _partition(plan: Plan) -> Iterator[str]:
     assert model is not None
     assert assignment is not None
     how = "by traced compute and memory" if model.traced else "by parameter sizes (as with skip_tracing)"
-    yield f"parts     of {model.name}, {how}; the busiest has {assignment.compute_imbalance:.2f} × the mean"
+    yield f"parts     of {model.name}, {how}; the slowest stage does {assignment.compute_imbalance:.2f} × the average work"
     for stage, memory in enumerate(plan.memory):
         names = assignment.names(stage)
         head = f"stage {stage}   {magnitude(memory.num_parameters):>8} parameters in {len(names)} units: "

@@ -222,7 +222,7 @@ def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[]
 def clip_whole_models_with_torch() -> None:
     """Make torch's own `clip_grad_norm_` do what ours does with gradients of the model, until `smp.shutdown()`.
 
-    Where ranks or master weights hold them it would clip by another norm on each rank, or clip what nobody uses.
+    Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses.
     """
     if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
         state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
