@@ -463,7 +463,8 @@ def _partition(plan: Plan) -> Iterator[str]:
     assert model is not None
     assert assignment is not None
     how = "by traced compute and memory" if model.traced else "by parameter sizes (as with skip_tracing)"
-    yield f"parts     of {model.name}, {how}; the slowest stage does {assignment.compute_imbalance:.2f} × the average work"
+    most = f"the slowest stage does {assignment.compute_imbalance:.2f} × the average work"
+    yield f"parts     of {model.name}, {how}; {most}"
     for stage, memory in enumerate(plan.memory):
         names = assignment.names(stage)
         head = f"stage {stage}   {magnitude(memory.num_parameters):>8} parameters in {len(names)} units: "
