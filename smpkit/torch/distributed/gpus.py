@@ -235,10 +235,7 @@ def _facts(environ: Mapping[str, str]) -> str:
 
 
 def _hint() -> str:
-    is_old = torch.version.cuda is not None
-    install = (
-        "update the driver, or install a build of torch for an older CUDA"
-        if is_old
-        else "install a build of torch for CUDA"
-    )
-    return f"{install}; if the CPU is meant, set {_VISIBLE}='' or {CUDA_ON_CPU}=1"
+    remedy = "install a build of torch for CUDA"
+    if torch.version.cuda is not None:
+        remedy = "update the driver, or install a build of torch for an older CUDA"
+    return f"{remedy}; if the CPU is meant, set {_VISIBLE}='' or {CUDA_ON_CPU}=1"

@@ -181,10 +181,6 @@ class FitReport:
 class Fitted:
     """A model that `fit` takes care of."""
 
-    def __repr__(self) -> str:
-        choices = count_choices(self.choices.values()) if self.has_chosen else "not chosen yet"
-        return f"Fitted({type(self._model).__name__}, {len(self.choices)} layers: {choices})"
-
     def __init__(self, model: nn.Module, engine: ActivationEngine, chooser: Chooser) -> None:
         self._model, self._engine, self._chooser = model, engine, chooser
         self._live = weakref.WeakSet[_Forward]()
@@ -198,6 +194,10 @@ class Fitted:
         ModuleCall.on(model).checkpointing = self._around_model
 
     # --- what users call ---------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        choices = count_choices(self.choices.values()) if self.has_chosen else "not chosen yet"
+        return f"Fitted({type(self._model).__name__}, {len(self.choices)} layers: {choices})"
 
     @property
     def choices(self) -> dict[str, Choice]:
