@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from smpkit.observe.summary import read_summary
 from tests.end_to_end.example_job import EXAMPLES, on_forked_ranks
 
 EXAMPLE = EXAMPLES / "gpt_text"
@@ -120,10 +121,10 @@ def test_three_dimensions_as_they_are_run(job: Path) -> None:
     assert steps == 3
     assert after < before
     assert "865,024 parameters" in output, "those of the whole model"
-    rows = re.findall(r"^\[rank 0\] +([0-7]) +([\d.]+) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ ", output, re.MULTILINE)
-    assert [rank for rank, _ in rows] == [*"01234567"]
-    whole = 865_024 * 4 / 2**20
-    assert all(float(weights) < 0.3 * whole for _, weights in rows), "a quarter each, and what is on several ranks"
+    [folder] = job.parent.glob("runs/gpt-text*/")
+    ranks = read_summary(folder).ranks
+    assert [each.rank for each in ranks] == [*range(8)]
+    assert all(0 < each.peak.weights < 0.3 * 4 * 865_024 for each in ranks), "a quarter each, and what several hold"
 
 
 @pytest.mark.slow
