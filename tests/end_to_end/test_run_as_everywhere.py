@@ -19,4 +19,4 @@ def test_a_job_that_is_stopped_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
-    a_rank_that_fails_ends_all(OnThisMachine(tmp_path), "algo-1")
+    a_rank_that_fails_ends_all(OnThisMachine(tmp_path))
