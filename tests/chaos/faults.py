@@ -29,7 +29,7 @@ class Fault:
     Args:
         says: patterns in what `smpkit run` prints on stderr, in which `{rank}` is the rank that the fault strikes.
         in_rank: called on that rank before a step; returns "skip" to leave the step out.
-        from_outside: called with the processes that stand above each other, from the rank to the command line.
+        from_outside: called with the processes of the rank and of the command line.
         in_files: called with the folders of checkpoints, the newest first, before the job starts.
         code: of `smpkit run`; None: any but 0.
         resumes: whether the same job can go on from its checkpoints.
@@ -53,7 +53,7 @@ class Fault:
     """The only launcher with which it can happen; None: any."""
 
 
-RANK, LAUNCHER, COMMAND_LINE = range(3)
+RANK, COMMAND_LINE = range(2)  # the launcher is a part of the command
 
 
 def send(who: int, number: int, processes: Sequence[int]) -> None:
@@ -61,13 +61,13 @@ def send(who: int, number: int, processes: Sequence[int]) -> None:
 
 
 def send_mpirun(number: int, processes: Sequence[int]) -> None:
-    [mpirun] = [pid for pid in children(processes[LAUNCHER]) if b"--host" in words(pid, "cmdline")]
+    [mpirun] = [pid for pid in children(processes[COMMAND_LINE]) if b"--host" in words(pid, "cmdline")]
     os.kill(mpirun, number)
 
 
 def send_stand_in(number: int, processes: Sequence[int]) -> None:
     [rank] = [word for word in words(processes[RANK], "environ") if word.startswith(b"OMPI_COMM_WORLD_RANK=")]
-    [mpirun] = [pid for pid in children(processes[LAUNCHER]) if b"--host" in words(pid, "cmdline")]
+    [mpirun] = [pid for pid in children(processes[COMMAND_LINE]) if b"--host" in words(pid, "cmdline")]
     [stand_in] = [pid for pid in children(mpirun) if rank in words(pid, "environ")]
     os.kill(stand_in, number)
 
@@ -173,9 +173,6 @@ FAULTS = {
         ("mpirun was killed by SIGKILL, though no rank failed",),
         from_outside=partial(send_mpirun, signal.SIGKILL),
         launcher="mpirun",
-    ),
-    "kill launcher": Fault(
-        ("the launcher was killed by SIGKILL",), from_outside=partial(send, LAUNCHER, signal.SIGKILL)
     ),
     "kill command line": Fault((), from_outside=partial(send, COMMAND_LINE, signal.SIGKILL), code=-signal.SIGKILL),
     "terminate": Fault((r"Stopped|stopped",), from_outside=partial(send, COMMAND_LINE, signal.SIGTERM), code=None),
