@@ -158,6 +158,7 @@ def lose_newest(folders: Sequence[Path], chance: random.Random) -> None:
 
 
 KILLED = (r"\(rank {rank}, exit 137\)", "killed by SIGKILL")
+RAISED = r"\(rank {rank}, exit 1\)"
 WAITED = (rf"waited {TIMEOUT:.0f} s in .* for rank {{rank}}|rank {{rank}} was still running",)
 OLDER = (r"`step_\d+_partial` in .* is used", r"`{newest}_partial`: ")
 
@@ -179,14 +180,14 @@ FAULTS = {
     "stop rank": Fault(WAITED, from_outside=partial(send, RANK, signal.SIGSTOP)),
     "stop stand-in": Fault((), from_outside=partial(send_stand_in, signal.SIGSTOP), code=0, launcher="mpirun"),
     # what a script does on one rank
-    "raise in forward": Fault((r"rank {rank} on", "the forward of this rank"), partial(raise_in, "forward")),
-    "raise in backward": Fault((r"rank {rank} on", "the backward of this rank"), partial(raise_in, "backward")),
-    "raise in step": Fault((r"rank {rank} on", "the update of this rank"), partial(raise_in, "update")),
+    "raise in forward": Fault((RAISED, "the forward of this rank"), partial(raise_in, "forward")),
+    "raise in backward": Fault((RAISED, "the backward of this rank"), partial(raise_in, "backward")),
+    "raise in step": Fault((RAISED, "the update of this rank"), partial(raise_in, "update")),
     "stall in forward": Fault(WAITED, stall),
     "skip a step": Fault((r"rank {rank}",), skip_step, misleads=True),
-    # Only the batch of a pipeline's first rank is used.
+    # Only the batch of a pipeline's first rank is used; both of its stages compare it, and either may be the first.
     "other shapes": Fault(
-        (r"ranks? (\d and )?{rank}\b", r"\[4, [68]\]"), take_other_shapes, victims=("tensor 2, pipeline 2", (0, 1))
+        (r"ranks (0 and 1|2 and 3)\b", r"\[4, [68]\]"), take_other_shapes, victims=("tensor 2, pipeline 2", (0, 1))
     ),
     "leave early": Fault((r"rank {rank}",), leave),
     "full disk": Fault((r"rank \d: .*cannot be written: File too large",), fill_disk, everywhere=True),
