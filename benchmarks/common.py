@@ -18,19 +18,6 @@ import torch.distributed as dist
 
 from smpkit.testing import run_ranks
 
-__all__ = [
-    "machine",
-    "on_ranks",
-    "parser",
-    "prepare_rank",
-    "ratio",
-    "report",
-    "seconds_until_all_are_done",
-    "table",
-    "take_turns",
-    "write",
-]
-
 _T = TypeVar("_T")
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
-__all__ = ["BRANCH", "absolute", "relinked"]
-
 BRANCH: Final = "main"
 _FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")

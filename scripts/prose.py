@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["problems"]
-
 ROOT: Final = Path(__file__).parents[1]
 _MAX_WORDS: Final = 40
 _WORDS: Final = {

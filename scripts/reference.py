@@ -10,8 +10,6 @@ from typing import Any
 
 from smpkit.config.schema import json_schema
 
-__all__ = ["PAGE", "reference"]
-
 PAGE = Path(__file__).parents[1] / "docs/reference/configuration.md"
 
 _INTRODUCTION = """\

@@ -25,11 +25,11 @@ import torch
 import yaml
 
 from smpkit.testing import simulated_device
+from smpkit.testing.ranks import RankFailed
 from tests.device.edges import Edge, edges, leave_out, watch
 from tests.device.hangs import HangWatch, join
 from tests.device.on_sim import ORDERS, run_on_sim
 from tests.device.scenarios import SCENARIOS, run_scenario
-from tests.ranks import RankFailed
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULT: Final = "tests/sim_mutants.yaml"

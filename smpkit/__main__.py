@@ -6,8 +6,6 @@ import os
 import sys
 from typing import NoReturn
 
-__all__ = ["main"]
-
 
 def main() -> NoReturn:
     """Load the command line, run it with the arguments of the process, and exit."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 
-__all__ = ["NAMES", "find_compiler"]
-
 NAMES = "CXX, c++, g++, clang++"
 """Where it is looked for, for messages."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["module_command"]
-
 
 def module_command(module: str) -> list[str]:
     """Return how to run a module: not from the current folder, where a user's `json.py` may stand in the way."""

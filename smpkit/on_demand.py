@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["names_on_demand"]
-
 
 def names_on_demand(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return `__getattr__` for a package.

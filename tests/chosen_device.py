@@ -19,8 +19,6 @@ from typing import Any, Final
 
 import pytest
 
-__all__ = ["VARIABLE", "chosen_device"]
-
 VARIABLE: Final = "TEST_DEVICE"
 """Carries the device to ranks and other processes of a test; what decides is the option, and the fixture `device`."""
 

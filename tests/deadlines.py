@@ -17,8 +17,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import deadline
 from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 
-__all__ = ["SECONDS", "facts", "let_judge", "wait_for_notes", "wait_shortly"]
-
 SECONDS = 60.0
 """After which a test fails that would else hang."""
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from smpkit.modules import module_command
-from tests.ranks import FORKSERVER, start_server
-
-__all__ = ["Script", "run_module"]
+from smpkit.torch.launch import FORKSERVER
+from tests.ranks import start_server
 
 
 def run_module(command: Sequence[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:

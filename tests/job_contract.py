@@ -19,17 +19,6 @@ from typing import Any, Protocol
 
 import yaml
 
-__all__ = [
-    "OnCluster",
-    "OnThisMachine",
-    "a_job_that_fails",
-    "a_job_that_is_stopped_goes_on",
-    "a_job_that_succeeds",
-    "a_rank_that_fails_ends_all",
-    "a_report_of_it",
-    "uninterrupted",
-]
-
 SCRIPT = Path(__file__).parent / "docker" / "job" / "train.py"
 """A pipeline's training that prints each step, saves when it is asked to stop, and goes on."""
 

@@ -7,8 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["kill_processes_of", "kill_processes_with", "processes_with"]
-
 
 def kill_processes_of(test: str) -> list[int]:
     """Kill every process that was started by the test with this node id, and return their process ids.

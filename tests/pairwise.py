@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["pairwise"]
-
 
 def pairwise(axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     """Return rows of one value per axis that hold every pair of values, chosen greedily and always the same."""

@@ -12,8 +12,6 @@ import importlib
 
 from tests.models_of_others import MISSING, import_torchvision
 
-__all__ = ["MODELS", "MODULES"]
-
 _LATE = (
     "smpkit.torch.checkpoints.huggingface",
     "smpkit.torch.checkpoints.resume",

@@ -8,12 +8,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from smpkit.testing.ranks import FORKSERVER, RankFailed, preload
 from smpkit.testing.ranks import run_ranks as run_on_this_machine
+from smpkit.torch.launch import FORKSERVER, preload
 from tests.chosen_device import VARIABLE, chosen_device
 from tests.simulated import order_of, run_in_order
-
-__all__ = ["FORKSERVER", "RankFailed", "cpu_of_ranks", "run_ranks", "start_server"]
 
 preload("tests.preloaded")
 

@@ -13,8 +13,6 @@ from torch import accelerator
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device.build import Unavailable, library
 
-__all__ = ["Order", "in_order", "needs_sim", "order_of", "run_in_order"]
-
 _MOST_FAILED = 100
 Order = tuple[str, int]
 """A policy and its seed."""

@@ -36,37 +36,6 @@ from tests.chosen_device import chosen_device
 from tests.models import CASES, DROPOUT, Case
 from tests.ranks import run_ranks
 
-__all__ = [
-    "KINDS",
-    "OPTIMIZERS",
-    "TOLERANCE",
-    "Plain",
-    "Trace",
-    "Training",
-    "TrainingInSlices",
-    "Way",
-    "batch",
-    "build",
-    "check_same",
-    "checkpoint_layers",
-    "differ",
-    "divide_layers",
-    "flat",
-    "in_turn",
-    "part",
-    "place",
-    "reference",
-    "run",
-    "same",
-    "trace_of",
-    "train",
-    "train_plainly",
-    "train_with_sleeps",
-    "training",
-    "whole",
-    "world",
-]
-
 TOLERANCE: Final = 1e-11
 """In float64. What differs is the order in which microbatches, users and ranks are added up; AdamW magnifies that."""
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-__all__ = ["Block", "Decoder", "gradients_of", "train_step"]
-
 
 class Block(nn.Module):
     """Attention and a gated feed-forward of 2.75 d, both after an RMS norm."""

@@ -15,8 +15,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import smpkit
 from benchmarks.activation_offload.blocks import Decoder, gradients_of, train_step
 
-__all__ = ["CONTESTANTS", "UNCHECKPOINTED", "Absent", "rows", "torchs_own_checkpoint"]
-
 _WIDTH, _TOKENS, _LAYERS = 256, 256, 4
 _TORCHS_OWN: Final = dict(vars(torch.utils.checkpoint))
 Around = Callable[[], AbstractContextManager[Any]]

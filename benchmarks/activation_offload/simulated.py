@@ -34,19 +34,6 @@ from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.report import StepReport
 from smpkit.torch.recompute.region import run_checkpointed
 
-__all__ = [
-    "BOUNDARY",
-    "WORKING",
-    "Measured",
-    "Stage",
-    "begin",
-    "measure",
-    "overlap_share",
-    "policy_rows",
-    "run_stage",
-    "stage_rows",
-]
-
 BOUNDARY: Final = 64 << 10
 """Bytes of a layer's input."""
 WORKING: Final = 4 * BOUNDARY

@@ -22,8 +22,6 @@ import smpkit
 from benchmarks.activation_offload.blocks import Decoder, gradients_of, train_step
 from benchmarks.activation_offload.contestants import CONTESTANTS, UNCHECKPOINTED, Absent
 
-__all__ = ["rows"]
-
 Row = dict[str, Any]
 
 

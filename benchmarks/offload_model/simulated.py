@@ -22,8 +22,6 @@ from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Speeds
 from smpkit.torch.offload.link import AcceleratorLink
 
-__all__ = ["Cell", "Measured", "measure", "simulated_rows"]
-
 _WIDTH, _NUM_BYTES = 64, 4
 _BLOCK: Final = 12.25 * 4096**2
 _FLOPS, _LINK = 430e12, 50e9

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["JOURNAL", "NCCL", "PARTS", "ROOT", "Part", "over_nccl"]
-
 ROOT: Final = Path(__file__).parents[2]
 JOURNAL: Final = "GPU_TESTS_JOURNAL"
 """The variable that names the file in which a part's tests are written down."""

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Outcome", "Record", "Test", "ended_part", "tests_in"]
-
 _MOST_OUTPUT: Final = 24 << 10
 _ON_A_PAGE: Final = 30
 BAD: Final = ("failed", "error")

@@ -13,8 +13,6 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 import smpkit.torch as smp
 
-__all__ = ["TORCH_SCHEDULES", "Loss", "Step", "one_process", "smpkit_step", "torch_step"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 Step = Callable[[], float | None]
 """Runs a training step and returns the loss, or None on a rank that does not get it."""

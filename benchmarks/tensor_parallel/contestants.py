@@ -19,8 +19,6 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.torch.tensor_parallel.layouts import Layout
 
-__all__ = ["HEAD_SIZE", "Block", "dtensor_block", "dtensor_mlp", "mlp", "smpkit_block", "smpkit_mlp"]
-
 HEAD_SIZE = 32
 
 

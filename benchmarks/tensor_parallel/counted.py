@@ -10,8 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Traffic", "counted"]
-
 _KINDS = {
     "allgather": "all-gather",
     "all_gather": "all-gather",

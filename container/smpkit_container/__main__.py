@@ -36,8 +36,6 @@ from smpkit_container.launch import launch
 from smpkit_container.scheduled import described_hosts, lay_out, leave_message
 from smpkit_container.source import fetch_source, install_requirements
 
-__all__ = ["main"]
-
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 _OURS = (

@@ -18,8 +18,6 @@ from smpkit.errors import ConfigError, LaunchError, Problem
 from smpkit_container.environment import Environment
 from smpkit_container.variables import compact
 
-__all__ = ["digest", "fetch", "job_token", "put", "secret_variables"]
-
 _MIN_TOKEN_BYTES = 16
 
 

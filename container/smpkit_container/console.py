@@ -19,8 +19,6 @@ from typing import BinaryIO
 from smpkit.config.words import coloured, plain
 from smpkit.observe.runs import LOGS
 
-__all__ = ["Console", "LineSplitter", "Piece"]
-
 _PROGRESS_SECONDS = 10.0
 """In a log, a rank's progress bar gives at most one line in this time."""
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TextIO
 
-__all__ = ["install"]
-
 AfterError = Callable[[BaseException], None]
 
 

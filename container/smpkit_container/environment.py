@@ -13,17 +13,6 @@ from typing import Any
 from smpkit.config.wire import INSTANCE_GROUPS
 from smpkit.errors import ConfigError, Problem
 
-__all__ = [
-    "DEFAULT_BASE",
-    "Environment",
-    "Folders",
-    "Resources",
-    "base_folder",
-    "count_cpus",
-    "count_gpus",
-    "find_efa",
-]
-
 DEFAULT_BASE = Path("/opt/ml")
 
 _FRAMEWORK_PREFIX = "sagemaker_"

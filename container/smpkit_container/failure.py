@@ -18,16 +18,6 @@ from smpkit_container.root_cause import RankEnd, RootCause, find_root_cause, sig
 from smpkit_container.supervise import Outcome, Timeouts
 from smpkit_container.topology import Topology
 
-__all__ = [
-    "Failure",
-    "explain",
-    "mpirun_failure",
-    "rank_failure",
-    "stop_failure",
-    "stop_words",
-    "write_failure",
-]
-
 _MAX_REASON_CHARACTERS = 1024
 """SageMaker returns this much of `/opt/ml/output/failure` as FailureReason, so the news must come first."""
 _MAX_MESSAGE_CHARACTERS = 600

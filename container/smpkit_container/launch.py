@@ -33,8 +33,6 @@ from smpkit_container.variables import (
     torchrun_variables,
 )
 
-__all__ = ["gpu_notice", "launch", "meeting_port", "timeouts_from", "with_smdistributed"]
-
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH")
 """What Python needs to start a stand-in on another host; its rank gets the variables of that host's launcher."""
 

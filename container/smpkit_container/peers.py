@@ -34,8 +34,6 @@ from typing import Any
 from smpkit.errors import LaunchError, SmpkitError
 from smpkit_container.topology import Topology
 
-__all__ = ["News", "Peers", "meet"]
-
 _MESSAGE_SECONDS = 10.0
 """For the rest of a message to come once it has begun, and for every step of the meeting."""
 _SEND_SECONDS = 0.5

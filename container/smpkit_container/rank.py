@@ -27,8 +27,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["LINK", "main"]
-
 LINK = "SMPKIT_RANK_LINK"
 """Three descriptors: where the rank reports what it raised, where it writes its stack, and its life line."""
 

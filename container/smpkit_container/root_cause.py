@@ -10,8 +10,6 @@ from typing import Any
 
 from smpkit.observe.status import RankStatus
 
-__all__ = ["RankEnd", "RankError", "RootCause", "find_root_cause", "signal_name"]
-
 _CONSEQUENCE_NAMES = frozenset({
     "BrokenPipeError",
     "ConnectionAbortedError",

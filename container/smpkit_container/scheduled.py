@@ -17,8 +17,6 @@ from smpkit.config.words import plain
 from smpkit.errors import LaunchError
 from smpkit_container.aws import fetch, put
 
-__all__ = ["described_hosts", "lay_out", "leave_message"]
-
 _INDEX = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "AWS_BATCH_JOB_NODE_INDEX")
 """Which host this is, as Slurm, Kubernetes and AWS Batch tell it."""
 _FIRST = (names.FIRST_HOST, "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS")

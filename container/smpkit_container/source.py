@@ -14,8 +14,6 @@ from smpkit.errors import LaunchError
 from smpkit_container.aws import fetch
 from smpkit_container.environment import Environment
 
-__all__ = ["fetch_source", "install_requirements", "unpack"]
-
 _CHUNK_BYTES = 1 << 20
 _PIP_SECONDS = 1800
 

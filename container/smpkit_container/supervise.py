@@ -40,8 +40,6 @@ from smpkit_container.peers import News, Peers
 from smpkit_container.rank import LINK
 from smpkit_container.root_cause import RankEnd, RankError, RootCause, find_root_cause
 
-__all__ = ["ADDRESS_VARIABLE", "STAND_IN", "Host", "Outcome", "Phase", "Starter", "Timeouts", "meeting_place"]
-
 ADDRESS_VARIABLE = "SMPKIT_LAUNCHER"
 """Where the launcher of this host listens for stand-ins."""
 STAND_IN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("stand_in.py")))

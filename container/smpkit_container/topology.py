@@ -16,14 +16,6 @@ from smpkit.config.wire import MPI_ENABLED, PROCESSES_PER_HOST, TORCHRUN_ENABLED
 from smpkit.errors import ConfigError, Problem
 from smpkit_container.environment import Environment
 
-__all__ = [
-    "DEFAULT_PORT",
-    "Launcher",
-    "Topology",
-    "interface_with",
-    "read_topology",
-]
-
 Launcher = Literal["mpirun", "torchrun", "shell"]
 """What starts the ranks; a shell script is started once on each host, by us."""
 

@@ -10,15 +10,6 @@ from typing import Any
 from smpkit_container.environment import Environment
 from smpkit_container.topology import DEFAULT_PORT, Topology
 
-__all__ = [
-    "compact",
-    "mpi_rank_variables",
-    "platform_variables",
-    "process_variables",
-    "script_arguments",
-    "torchrun_variables",
-]
-
 _LEVEL_INFO = 20
 _MP_PARAMETERS = "mp_parameters"
 _FROM_MPI = {

@@ -13,8 +13,6 @@ from smpkit.config.words import suggestion
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.fields import ARGUMENTS, EXPERIMENT, put, read_channel
 
-__all__ = ["FileSystemInput", "TrainingInput", "channels", "experiment_from", "job_from_arguments"]
-
 _SUBJECT = "arguments of Estimator"
 _DEFAULT_CHANNEL = "training"
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, BinaryIO, NamedTuple
 
-from boto3 import Session
+from boto3 import Session as Session  # noqa: PLC0414 - the seam hands it on
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -35,19 +35,6 @@ import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.backend import Clock, Finding, tried
 from smpkit_estimator.sources import SMALLER, Packed, Sources, gib, pack
-
-__all__ = [
-    "Cloud",
-    "CloudProblem",
-    "Session",
-    "StandIns",
-    "code_of",
-    "explained",
-    "is_in_doubt",
-    "open_session",
-    "request_shape",
-    "split_uri",
-]
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
 """What boto3 raises."""

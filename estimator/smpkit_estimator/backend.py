@@ -25,28 +25,6 @@ from smpkit.config.words import quoted, suggestion
 from smpkit.errors import ConfigError, JobError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.status import JobStatus
 
-__all__ = [
-    "OWN",
-    "Access",
-    "Backend",
-    "Clock",
-    "Finding",
-    "LogLine",
-    "Plan",
-    "Query",
-    "base_name",
-    "check_name",
-    "in_doubt",
-    "known_backends",
-    "merged",
-    "open_backend",
-    "refuse",
-    "run_below",
-    "tried",
-    "unique_name",
-]
-
-
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
     "slurm": "smpkit_estimator.slurm.backend:open_slurm",

@@ -42,8 +42,6 @@ from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
-__all__ = ["AwsBatch", "open_batch", "status_of"]
-
 _PLACE = "smpkit_place"
 """Parameter of the job: the S3 URI below which its files are."""
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from smpkit.errors import CloudError, UnsupportedError
 
-__all__ = ["newest_checkpoint", "newest_in_folder"]
-
 _NEWEST = "newest"
 _UNFINISHED = (".sagemaker-uploading", ".sagemaker-uploaded", ".tmp", ".part", ".partial")
 

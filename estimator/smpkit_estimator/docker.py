@@ -24,8 +24,6 @@ from smpkit.errors import LaunchError
 from smpkit.observe.runs import EVENTS, RUN_DIR
 from smpkit_estimator.local import LocalPlan, LocalRun, platform_files, write_files
 
-__all__ = ["Containers", "DockerRun", "Show", "check", "docker", "run_in_docker"]
-
 Show = Callable[[str, str, str], object]
 """Called with a host, `out` or `err`, and a line of its output."""
 

@@ -16,8 +16,6 @@ from smpkit_estimator.job import Job, show
 from smpkit_estimator.request import TrainingPlan
 from smpkit_estimator.sagemaker import SageMaker
 
-__all__ = ["Estimator"]
-
 
 class Estimator:
     """A training job in the making, and the last one that it started.

@@ -17,18 +17,6 @@ from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
-__all__ = [
-    "ARGUMENTS",
-    "EXPERIMENT",
-    "channel_of",
-    "hint_for",
-    "place_of",
-    "put",
-    "read_channel",
-    "request_of",
-]
-
-
 # ---- values, on their way into the request and from SDK v2's arguments -----------------------------------------------
 
 

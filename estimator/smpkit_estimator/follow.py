@@ -12,8 +12,6 @@ from smpkit.errors import UnreachableError
 from smpkit_estimator.backend import Backend, LogLine
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["LogFilter", "Notice", "Patience", "follow", "snapshot"]
-
 _QUIET_SECONDS = 30.0
 _MAX_LAST_READS = 6
 _UNREACHABLE_SECONDS = 300.0

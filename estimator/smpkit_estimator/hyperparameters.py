@@ -12,14 +12,6 @@ from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.errors import Problem
 
-__all__ = [
-    "distribution_hyperparameters",
-    "for_trainer",
-    "hyperparameters",
-    "not_for_shell_files",
-    "shown_hyperparameters",
-]
-
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _TRAINER_CODE = f"{wire.CHANNELS}/code"
 _NOT_OF_TRAINERS = (wire.JOB_NAME, wire.REGION, wire.INSTANCE_TYPE)

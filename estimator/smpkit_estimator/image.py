@@ -18,8 +18,6 @@ from pathlib import Path
 from smpkit.errors import LaunchError, UsageError
 from smpkit_estimator.docker import docker
 
-__all__ = ["DEFAULT_BASE_IMAGE", "Recipe", "build_image", "pack_wheel"]
-
 DEFAULT_BASE_IMAGE = "python:3.12-slim-bookworm"
 
 _BUILD_SECONDS = 3600

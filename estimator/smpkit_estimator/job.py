@@ -15,8 +15,6 @@ from smpkit_estimator.backend import Backend, LogLine, Plan
 from smpkit_estimator.follow import LogFilter, Notice, Patience
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["Job", "show"]
-
 
 class Job:
     """A job of this name on a back end; nothing is asked when it is made."""

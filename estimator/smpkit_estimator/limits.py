@@ -12,8 +12,6 @@ from smpkit.config.words import closest, quoted
 from smpkit.errors import Problem
 from smpkit_estimator.fields import hint_for, place_of
 
-__all__ = ["preflight"]
-
 
 def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
     """Return all that the service would refuse in a request, each under its name in the job file, with a hint.

@@ -22,19 +22,6 @@ from smpkit.errors import ConfigError, Problem
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
 from smpkit_estimator.scheduled import config_files, result_places
 
-__all__ = [
-    "LocalPlan",
-    "LocalRun",
-    "collected",
-    "lay_out",
-    "local_inputs",
-    "local_secrets",
-    "make_tree",
-    "plan_local_run",
-    "platform_files",
-    "write_files",
-]
-
 _HOST = "algo-1"
 _MAX_LOCAL_RANKS = 4096  # as the launcher has it
 _INTERRUPTED = 128 + signal.SIGINT

@@ -15,8 +15,6 @@ from typing import Any
 from smpkit_estimator.aws import Cloud, CloudProblem, code_of, explained
 from smpkit_estimator.backend import LogLine, merged
 
-__all__ = ["LogReader"]
-
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _MAX_EMPTY_PAGES = 10_000
 

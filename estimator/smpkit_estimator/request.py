@@ -20,15 +20,6 @@ from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparamet
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.sources import Packed, Sources
 
-__all__ = [
-    "RESUMED_FROM",
-    "TrainingPlan",
-    "build_request",
-    "not_for_sagemaker",
-    "over_limits",
-    "resumed_request",
-]
-
 RESUMED_FROM = "smpkit:resumed-from"
 """Tag of a job that goes on from another: its name."""
 

@@ -55,8 +55,6 @@ from smpkit_estimator.request import (
 from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus, machines_of
 
-__all__ = ["SageMaker", "open_sagemaker"]
-
 _SUBJECT = "job for SageMaker"
 _MAX_PAGE = 100
 _MAX_SKEW_SECONDS = 300

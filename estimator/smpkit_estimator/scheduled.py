@@ -24,22 +24,6 @@ from smpkit_estimator.backend import run_below
 from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
 from smpkit_estimator.status import FINAL, JobStatus, Phase
 
-__all__ = [
-    "config_files",
-    "host_variables",
-    "job_again",
-    "job_to_keep",
-    "limit_of",
-    "not_for_schedulers",
-    "notes",
-    "place_problems",
-    "places_in_volumes",
-    "result_places",
-    "run_in_volume",
-    "shown_files",
-    "status_with_phases",
-]
-
 _OF_AWS = ("role", "network", "encryption", "experiment", "tags", "metrics", "code_location", "input_mode")
 """Settings of the job file that mean nothing elsewhere."""
 _OF_AWS_COMPUTE = ("instance_type", "volume_gb", "spot", "max_wait_seconds", "keep_alive_seconds", "retries")

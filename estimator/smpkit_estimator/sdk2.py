@@ -23,8 +23,6 @@ except ModuleNotFoundError as error:
         hint="`pip install 'smpkit[sdk2]'`, in an environment without SDK v3: the two cannot be installed together",
     ) from error
 
-__all__ = ["PyTorch"]
-
 
 class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
     """SDK v2's `PyTorch`, for jobs of smpkit.

@@ -38,8 +38,6 @@ except ModuleNotFoundError as error:
         hint="`pip install 'smpkit[sdk3]'`, in an environment without SDK v2: the two cannot be installed together",
     ) from error
 
-__all__ = ["Smpkit"]
-
 _DRIVERS = "/opt/ml/input/data/sm_drivers/distributed_drivers"
 _DRIVER = "smpkit_driver.py"
 

@@ -26,19 +26,6 @@ from smpkit.config.job import JobConfig
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem
 
-__all__ = [
-    "SMALLER",
-    "Entry",
-    "Packed",
-    "Sources",
-    "collect",
-    "gib",
-    "is_secret",
-    "job_sources",
-    "pack",
-    "packing_notes",
-]
-
 IGNORE_FILES = (".gitignore", ".smpkitignore")
 """Files with patterns in git's syntax, at the root of the sources; the second may bring back what the first hides."""
 

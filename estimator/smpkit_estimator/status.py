@@ -10,8 +10,6 @@ from typing import Any
 
 from smpkit.config.wire import HOMOGENEOUS
 
-__all__ = ["FINAL", "JobFailure", "JobStatus", "Machines", "Phase", "blamed", "machines_of", "read_reason"]
-
 FINAL = frozenset({"Completed", "Failed", "Stopped", "Deleting"})
 """Primary statuses in which nothing happens any more."""
 

@@ -8,8 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FILE", "commit", "commit_of"]
-
 FILE: Final = "smpkit/_commit.txt"
 """Where builds write it; in a checkout, which an editable install leads to, there is no such file."""
 _NAME: Final = re.compile(r"^name = \"smpkit\"$", re.MULTILINE)

@@ -26,19 +26,6 @@ from smpkit.errors import ConfigError, Problem, SmpkitError
 if TYPE_CHECKING:  # `--help` does without it
     from pathlib import Path
 
-__all__ = [
-    "Console",
-    "current",
-    "fold",
-    "print_error",
-    "print_failure",
-    "set_up",
-    "style",
-    "table",
-    "width",
-    "write_file",
-]
-
 _NARROWEST: Final = 40
 _CLOUD_COMMAND: Final = re.compile(r"(`smpkit (?:submit|jobs|status|logs|stop|resume)\b[^`]*)`")
 

@@ -21,8 +21,6 @@ from smpkit_container.mpi import find_mpirun
 from smpkit_estimator import docker
 from smpkit_estimator.backend import Finding, tried
 
-__all__ = ["check_machine", "runs_here", "version_of"]
-
 _SMALL_SHARED_BYTES: Final = 64 * 2**20
 _INSTALL_TORCH: Final = (
     "`pip install 'smpkit[torch]'`; without a GPU add `--extra-index-url https://download.pytorch.org/whl/cpu`, "

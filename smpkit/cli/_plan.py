@@ -31,8 +31,6 @@ from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.features import Feature, automatic, features, peak_of, remedy, step_of
 from smpkit.units import amount, magnitude, seconds
 
-__all__ = ["Planned", "as_plain", "run"]
-
 _GIB: Final = 2**30
 _MAX_GROUPS: Final = 8
 _WORTH: Final = 1e-3

@@ -47,8 +47,6 @@ from smpkit_estimator.docker import DockerRun, check, run_in_docker
 from smpkit_estimator.image import Recipe, build_image
 from smpkit_estimator.local import LocalPlan, LocalRun, collected, lay_out, plan_local_run
 
-__all__ = ["begin_run", "held", "run_job", "run_local"]
-
 _Done = TypeVar("_Done", bound=LocalRun)
 
 _COLOURS: Final = ("cyan", "yellow", "magenta", "green", "blue")

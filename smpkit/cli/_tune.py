@@ -27,8 +27,6 @@ from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, usable_
 from smpkit.plan.tune.search import SearchResult, search
 from smpkit.units import seconds
 
-__all__ = ["run"]
-
 _GIB: Final = 2**30
 _MOST_TENSOR_RANKS: Final = 16
 _MOST_REASONS: Final = 6

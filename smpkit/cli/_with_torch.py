@@ -11,8 +11,6 @@ from smpkit.config.words import printable
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
 from smpkit.modules import module_command
 
-__all__ = ["ask"]
-
 
 def ask(module: str, arguments: Sequence[str], what: str, needs: str, deadline_seconds: float | None) -> str:
     """Return what a module prints.

@@ -18,8 +18,6 @@ from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.chain import Choice
 
-__all__ = ["MEMORY_KINDS", "World", "describe", "layer_lines", "world_of"]
-
 _DEADLINE_SECONDS: Final = 600
 MEMORY_KINDS: Final = {
     "parameters": "parameters_bytes",

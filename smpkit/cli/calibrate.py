@@ -20,8 +20,6 @@ from smpkit.units import amount, magnitude, seconds
 if TYPE_CHECKING:
     from smpkit.plan.tune.calibration import Calibration
 
-__all__ = ["calibrate"]
-
 _STARTING_SECONDS: Final = 240
 """How long ranks may take beside the measurement."""
 

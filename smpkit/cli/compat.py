@@ -15,8 +15,6 @@ from smpkit.cli import _console
 from smpkit.config.words import printable
 from smpkit.errors import LaunchError, UsageError
 
-__all__ = ["compat"]
-
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option(

@@ -15,8 +15,6 @@ from smpkit.cli import _console
 from smpkit.cli._commit import commit
 from smpkit.cli.options import BackendChoice, backend_options, read_job
 
-__all__ = ["doctor"]
-
 _PACKAGES = ("click", "pydantic", "ruamel.yaml", "torch", "boto3")
 _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "yellow")}
 

@@ -9,8 +9,6 @@ import click
 
 from smpkit.cli import _console
 
-__all__ = ["export"]
-
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from smpkit_estimator.image import Recipe
 
-__all__ = ["image", "recipe_from", "recipe_options"]
-
 _BASE = "python:3.12-slim-bookworm"
 """`smpkit_estimator.image.DEFAULT_BASE_IMAGE`, which `--help` must not import."""
 

@@ -12,8 +12,6 @@ from smpkit.cli import _console
 from smpkit.config.words import suggestion
 from smpkit.errors import UsageError
 
-__all__ = ["JOB", "SCRIPT", "init"]
-
 JOB = """\
 # A training job for smpkit. `smpkit validate job.yaml` checks it, `smpkit run job.yaml` runs it on this machine,
 # `smpkit submit job.yaml` on SageMaker. `smpkit schema > job.schema.json` lets editors complete and check it:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from smpkit_estimator.status import JobStatus
 
-__all__ = ["jobs"]
-
 _STATUSES = ("InProgress", "Completed", "Failed", "Stopping", "Stopped")
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from smpkit_estimator.follow import Notice
     from smpkit_estimator.job import Job
 
-__all__ = ["follow_job", "logs"]
-
 _HOST_COLORS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _MERGED: Final = "launcher.log"
 """All that a run printed, in its order, each line of a rank after `[rank 3] `."""

@@ -26,9 +26,6 @@ from smpkit.cli import _console
 from smpkit.config.words import closest, printable, suggestion
 from smpkit.errors import SmpkitError, UsageError
 
-__all__ = ["COMMANDS", "cli", "exit_code_of", "main"]
-
-
 COMMANDS: Final[dict[str, str]] = {
     "init": "Write a job file, and a script that trains where there is none.",
     "run": "Run a job on this machine, with the launcher of the training image or in the image itself.",

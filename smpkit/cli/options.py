@@ -35,17 +35,6 @@ if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob, Override
     from smpkit_estimator.backend import Backend
 
-__all__ = [
-    "BackendChoice",
-    "backend_options",
-    "complete_run",
-    "job_arguments",
-    "length",
-    "override_options",
-    "read_job",
-    "seconds",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Texts = tuple[str, ...]
 

@@ -12,8 +12,6 @@ from smpkit.cli.options import override_options
 from smpkit.errors import UsageError
 from smpkit.plan.optimizers import OPTIMIZERS
 
-__all__ = ["plan"]
-
 _OF_A_MODEL: Final = ("optimizer", "memory_gib", "tflops", "link_gbs")
 _RATE: Final = click.FloatRange(0, min_open=True)
 

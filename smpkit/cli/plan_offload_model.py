@@ -26,8 +26,6 @@ from smpkit.plan.offload.model import (
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.units import amount, magnitude, seconds
 
-__all__ = ["plan_offload_model"]
-
 _GIB: Final = 2**30
 _POSITIVE: Final = click.FloatRange(0, min_open=True)
 

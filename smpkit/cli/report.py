@@ -17,8 +17,6 @@ from smpkit.cli.options import BackendChoice, backend_options, complete_run
 from smpkit.errors import UsageError
 from smpkit.observe.runs import Run, find_runs, open_run
 
-__all__ = ["report"]
-
 
 @click.command()
 @click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)

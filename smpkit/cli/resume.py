@@ -13,8 +13,6 @@ from smpkit.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from smpkit_estimator.job import Job
 
-__all__ = ["newest_checkpoint", "resume"]
-
 
 def _refuse_elsewhere(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
     if value is not None:

@@ -15,8 +15,6 @@ from smpkit.errors import UsageError
 if TYPE_CHECKING:
     from smpkit.config.load import Override
 
-__all__ = ["run"]
-
 _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch", "wheels", "ca", "build_network")
 
 

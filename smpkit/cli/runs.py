@@ -22,8 +22,6 @@ from smpkit.units import amount, count
 if TYPE_CHECKING:
     from smpkit.observe.summary import RunSummary
 
-__all__ = ["runs"]
-
 _NOTHING: Final = "–"
 _OTHER_COLUMNS: Final = 56
 """About how wide a row is without how the run ended."""

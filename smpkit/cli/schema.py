@@ -6,8 +6,6 @@ import json
 
 import click
 
-__all__ = ["schema"]
-
 
 @click.command()
 @click.argument("kind", type=click.Choice(["job", "modelparallel", "distribution"]), default="job")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from smpkit_estimator.job import Job
     from smpkit_estimator.status import JobStatus
 
-__all__ = ["can_repaint", "live", "show_end", "status", "wait_for_job"]
-
 
 @click.command()
 @click.argument("job")

@@ -8,8 +8,6 @@ from smpkit.cli import _console
 from smpkit.cli.options import BackendChoice, backend_options
 from smpkit.cli.resume import newest_checkpoint
 
-__all__ = ["stop"]
-
 
 @click.command()
 @click.argument("job")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob, Override
     from smpkit_estimator.backend import Backend, Plan
 
-__all__ = ["start", "start_options", "submit"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from smpkit.observe.executed import ExecutedStep
     from smpkit.observe.merge import Run
 
-__all__ = ["timeline"]
-
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 

@@ -10,8 +10,6 @@ import click
 from smpkit.cli.options import override_options
 from smpkit.plan.optimizers import OPTIMIZERS
 
-__all__ = ["tune"]
-
 _POSITIVE: Final = click.FloatRange(0, min_open=True)
 
 

@@ -16,8 +16,6 @@ from smpkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from smpkit.config.load import Loaded, Override
 
-__all__ = ["validate"]
-
 
 @click.command()
 @job_arguments

@@ -13,8 +13,6 @@ from smpkit.config.section import Section, instead, matching
 from smpkit.config.words import quoted, suggestion
 from smpkit.errors import Problem
 
-__all__ = ["BACKENDS", "BackendChoice", "Batch", "BatchVolume", "Kubernetes", "Slurm", "Toleration", "Volume"]
-
 BACKENDS = "smpkit.backends"
 """The group of entry points by which another package brings a back end."""
 

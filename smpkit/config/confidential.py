@@ -7,17 +7,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "HIDDEN",
-    "hide_in_line",
-    "hide_in_message",
-    "hide_in_text",
-    "hide_known",
-    "is_confidential",
-    "looks_secret",
-    "masked",
-]
-
 HIDDEN = "(hidden)"
 """What is shown in place of a secret."""
 

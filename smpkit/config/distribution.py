@@ -14,15 +14,6 @@ from smpkit.config.section import KeyPath, Section, refusal
 from smpkit.config.words import quoted, typed
 from smpkit.errors import ConfigError, Problem
 
-__all__ = [
-    "Distribution",
-    "ModelParallelBlock",
-    "MpiOptions",
-    "SmDistributed",
-    "TorchDistributedOptions",
-    "misplaced",
-]
-
 INSTANCE_GROUPS = (
     "would mix machines of several kinds: smpkit's ranks run on hosts of one kind",
     "submit a job for each kind",

@@ -17,18 +17,6 @@ from smpkit.config.section import KeyPath
 from smpkit.config.words import printable, quoted, suggestion
 from smpkit.errors import ConfigError, Problem
 
-__all__ = [
-    "Document",
-    "as_yaml",
-    "literal",
-    "parse",
-    "read_document",
-    "read_regular",
-    "refuse",
-    "similar",
-    "strict_json",
-]
-
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _MAX_VALUES = 100_000

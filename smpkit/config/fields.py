@@ -11,23 +11,6 @@ from pydantic import JsonValue
 from smpkit.config.section import checked, instead, matching
 from smpkit.config.words import quoted
 
-__all__ = [
-    "JOB_NAME",
-    "BucketUri",
-    "ContainerPath",
-    "Hyperparameters",
-    "InstanceType",
-    "JobName",
-    "Location",
-    "Pattern",
-    "Role",
-    "Script",
-    "VariableName",
-    "Variables",
-    "Word",
-    "name_from",
-]
-
 JOB_NAME = r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 """What a whole name of a job matches; the service's own pattern allows hyphens beyond its 63 characters."""
 

@@ -30,21 +30,6 @@ from smpkit.config.section import Section, checked, matching
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
-__all__ = [
-    "Channel",
-    "Checkpoints",
-    "Compute",
-    "Container",
-    "Encryption",
-    "Experiment",
-    "FileSystem",
-    "InputMode",
-    "JobConfig",
-    "Network",
-    "Secret",
-    "Tracker",
-]
-
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"]
 """Those of accelerate."""
 

@@ -23,18 +23,6 @@ from smpkit.config.section import KeyPath, Section, explain
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem, UsageError
 
-__all__ = [
-    "Loaded",
-    "LoadedJob",
-    "Override",
-    "edited",
-    "file_of_parameters",
-    "is_script",
-    "load",
-    "load_job",
-    "load_script",
-]
-
 Override = tuple[str, str]
 """A flag and what it was given: `("--set", "compute.spot=true")`, `("-p", "microbatches=8")`, `("-H", "lr=0.1")`; of
 `("--ranks", "2")` the ranks are on all hosts together. Values are read as YAML."""

@@ -16,15 +16,6 @@ from smpkit.config.section import Section, explain, instead, validated
 from smpkit.config.words import quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "HISTORIC",
-    "TENSORFLOW_DEFAULTS",
-    "V2_KEYS",
-    "ModelParallelConfig",
-    "ModelParallelParameters",
-]
-
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 """Where SageMaker's containers hand the parameters to the script, as JSON."""
 

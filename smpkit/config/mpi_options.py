@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["Option", "merged", "parse_custom_options"]
-
 _PATH = ("distribution", "mpi", "custom_mpi_options")
 
 _TWO_VALUES = frozenset({"mca", "gmca", "omca", "gomca", "prtemca", "gprtemca", "pmixmca", "gpmixmca"})

@@ -10,8 +10,6 @@ from smpkit.errors import Problem
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
 
-__all__ = ["broken_rules", "microbatches_of_virtual_stages", "unused_settings", "world_problems"]
-
 
 def broken_rules(config: ModelParallelConfig) -> Iterator[Problem]:
     """Yield every rule between parameters that does not hold.

@@ -9,23 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = [
-    "CONFIG",
-    "FIRST_HOST",
-    "HOSTS",
-    "INTERFACE",
-    "LOST",
-    "MACHINE",
-    "MESSAGE",
-    "OF_THE_LAUNCHER",
-    "PLACES",
-    "PORT",
-    "STOPPED",
-    "STOP_FILE",
-    "VARIABLES",
-    "is_scheduled",
-]
-
 HOSTS: Final = "SMPKIT_HOSTS"
 """The names of all hosts in their order, with blanks between them."""
 FIRST_HOST: Final = "SMPKIT_FIRST_HOST"

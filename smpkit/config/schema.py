@@ -12,8 +12,6 @@ from smpkit.config.job import Channel, Checkpoints, JobConfig, Secret
 from smpkit.config.modelparallel import HISTORIC, TENSORFLOW_DEFAULTS, ModelParallelConfig
 from smpkit.config.section import Section
 
-__all__ = ["MODELS", "json_schema"]
-
 MODELS: Mapping[str, type[Section]] = {
     "job": JobConfig,
     "distribution": Distribution,

@@ -22,8 +22,6 @@ from smpkit.config.confidential import hide_in_message
 from smpkit.config.words import closest, quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["KeyPath", "Section", "checked", "explain", "instead", "matching", "refusal", "validated"]
-
 KeyPath = tuple[str | int, ...]
 """The place of a value, from the root of what is validated."""
 

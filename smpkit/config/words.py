@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from smpkit.config.confidential import hide_known
 from smpkit.errors import escaped
 
-__all__ = ["closest", "coloured", "duration", "plain", "printable", "quoted", "suggestion", "typed"]
-
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
 _RESET = "\x1b[0m"
 

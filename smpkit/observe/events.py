@@ -26,28 +26,6 @@ from typing import Final, TypeAlias, TypeVar
 
 from smpkit.errors import SmpkitError
 
-__all__ = [
-    "UNKNOWN",
-    "ActionSpan",
-    "Counter",
-    "Event",
-    "EventWriter",
-    "EventsError",
-    "Header",
-    "HeldBytes",
-    "Mark",
-    "MemorySample",
-    "MessageSpan",
-    "PlannedSchedule",
-    "RankLog",
-    "Row",
-    "StepSpan",
-    "WorkSpan",
-    "file_name",
-    "find_events",
-    "read_events",
-]
-
 FORMAT: Final = 2
 _NAME: Final = re.compile(r"events_(\d+)\.jsonl")
 _PLACES: Final = (".", "events", "data/events", "output/data/events")

@@ -25,17 +25,6 @@ from smpkit.plan.schedule.simulate import ActionInterval, Cause, IdleInterval, T
 from smpkit.plan.svg import Drawing, svg
 from smpkit.units import seconds
 
-__all__ = [
-    "ExecutedLinkUse",
-    "ExecutedStep",
-    "Matched",
-    "as_json",
-    "executed_step",
-    "links_of",
-    "match_messages",
-    "summary",
-]
-
 _SECONDS: Final = 1e-9
 
 

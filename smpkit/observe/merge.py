@@ -26,8 +26,6 @@ from smpkit.observe.events import (
 )
 from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
 
-__all__ = ["RankStep", "Run", "merge", "read_run"]
-
 _LISTED: Final = 8
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["PROFILE", "PROFILED", "profile_name", "rank_of", "steps_of"]
-
 PROFILE: Final = "SMPKIT_PROFILE"
 """The variable that names the steps; without a folder for events, nothing is profiled."""
 

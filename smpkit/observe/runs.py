@@ -23,27 +23,6 @@ from typing import Final
 from smpkit.config.words import closest, quoted
 from smpkit.errors import SmpkitError
 
-__all__ = [
-    "CHECKPOINTS",
-    "ENVIRONMENT",
-    "EVENTS",
-    "JOB",
-    "LOGS",
-    "PLAN",
-    "RUN_DIR",
-    "SUMMARY",
-    "TRACE",
-    "VALUES",
-    "WARNINGS",
-    "Run",
-    "RunsError",
-    "find_runs",
-    "last_run",
-    "make_run",
-    "open_run",
-    "run_at",
-]
-
 RUN_DIR: Final = "SMPKIT_RUN_DIR"
 """The variable that tells the ranks their run's folder."""
 

@@ -17,8 +17,6 @@ from typing import Any, Final
 from smpkit.observe.summary import KindBytes
 from smpkit.plan.remedy import Levers, memory_hint
 
-__all__ = ["ACTION_CELL", "LAYER_CELL", "STATUS_DIR", "RankStatus", "StatusPage", "page_of", "read_status"]
-
 STATUS_DIR: Final = "SMPKIT_STATUS_DIR"
 """The folder for the pages of one host's ranks, set by their launcher."""
 

@@ -16,18 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import SUMMARY
 
-__all__ = [
-    "Basis",
-    "Gain",
-    "KindBytes",
-    "RankSummary",
-    "RunSummary",
-    "Split",
-    "SummaryError",
-    "read_summary",
-    "write_summary",
-]
-
 Basis: TypeAlias = Literal["simulated", "measured", "planned"]
 
 

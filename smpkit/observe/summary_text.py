@@ -14,8 +14,6 @@ from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, RankSummary, RunSummary, Split
 from smpkit.units import amount, count, seconds
 
-__all__ = ["block", "gained"]
-
 _MAX_RANKS: Final = 8
 _WIDTH: Final = 71
 _INDENT: Final = " " * 8

@@ -24,8 +24,6 @@ from smpkit.observe.executed import match_messages
 from smpkit.observe.merge import RankStep, Run
 from smpkit.observe.profiles import PROFILED, rank_of
 
-__all__ = ["chrome_trace", "profiles_of"]
-
 TraceEvent: TypeAlias = dict[str, Any]
 
 _TRACKS: Final = ("steps", "compute", "sends", "receives", "other")

@@ -20,8 +20,6 @@ from typing import Final
 
 from smpkit.observe.runs import VALUES
 
-__all__ = ["LOSS", "Logged", "ValueWriter", "read_values"]
-
 LOSS: Final = "loss"
 """The name that is shown before all others."""
 

@@ -30,8 +30,6 @@ from smpkit.plan.schedule.simulate import Timeline, simulate
 from smpkit.plan.speed import Speed
 from smpkit.plan.svg import html
 
-__all__ = ["Plan", "Policy", "assign_units", "decide"]
-
 _EQUAL_PARTS: Final = Costs(1.0, 2.0, latency_seconds=0.04)
 """What a schedule is made for: parts that take equally long, and messages that are late by 2 % of the longest action.
 

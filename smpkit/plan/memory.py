@@ -19,17 +19,6 @@ from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 
-__all__ = [
-    "ModelFacts",
-    "RankMemory",
-    "Share",
-    "TensorFacts",
-    "UnitFacts",
-    "in_dtype",
-    "memory_of_ranks",
-    "shares_of",
-]
-
 _FORMAT: Final = 2
 
 

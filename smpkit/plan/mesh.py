@@ -23,8 +23,6 @@ from typing import Final
 
 from smpkit.errors import ConfigError, Problem, UsageError
 
-__all__ = ["PLACEMENT_STRATEGIES", "CommGroup", "Coordinates", "Mesh"]
-
 _ALIASES: Final = {"cluster": "DPT", "spread": "TPD"}
 PLACEMENT_STRATEGIES: Final = ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD")
 """Every legal `placement_strategy`."""

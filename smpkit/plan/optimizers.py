@@ -5,7 +5,5 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["OPTIMIZERS"]
-
 OPTIMIZERS: Final[Mapping[str, int]] = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
 """How many numbers an optimizer keeps per trained one, in the dtype of what it updates, as those of torch.optim do."""

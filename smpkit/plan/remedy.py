@@ -14,8 +14,6 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.tune.neighbours import memory_changes
 from smpkit.units import amount
 
-__all__ = ["Levers", "memory_hint"]
-
 
 @dataclass(frozen=True)
 class Levers:

@@ -9,8 +9,6 @@ from math import inf
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.partition.assignment import UnitCost
 
-__all__ = ["Speed"]
-
 
 @dataclass(frozen=True)
 class Speed:

@@ -21,8 +21,6 @@ from smpkit.plan.memory import RankMemory
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import ActionInterval, Timeline
 
-__all__ = ["Drawing", "html", "svg"]
-
 _WIDTH: Final = 400
 _LEFT: Final = 56
 _RIGHT: Final = 8

@@ -21,8 +21,6 @@ from typing import Final
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
 from smpkit.torch.offload.link import Copies, Event, Link
 
-__all__ = ["EmulatedLink"]
-
 _numbers: Final = itertools.count()
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from smpkit.torch.launch import FORKSERVER, preload, run_processes
 from smpkit.torch.launch import RankFailed as LaunchedRankFailed
-
-__all__ = ["FORKSERVER", "RankFailed", "preload", "run_ranks"]
+from smpkit.torch.launch import run_processes
 
 _DROPPED = ("SM_", "SMP_", "SMPKIT_", "OMPI_", "PMI")
 

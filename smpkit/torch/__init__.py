@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from smpkit.on_demand import names_on_demand
+from smpkit.plan.mesh import CommGroup
 from smpkit.torch import amp as amp
 from smpkit.torch import api
 from smpkit.torch import model as model
@@ -28,7 +29,6 @@ from smpkit.torch.checkpoints.save_load import load, save
 from smpkit.torch.data_parallel.sharded_parameters import register_parameter
 from smpkit.torch.distributed.init import init, shutdown
 from smpkit.torch.distributed.objects import (
-    CommGroup,
     RankType,
     allgather,
     barrier,

@@ -39,8 +39,6 @@ from smpkit.torch.pipeline.split_backward import backward_inputs
 from smpkit.torch.placement.facts import dtype_name
 from smpkit.torch.step import step
 
-__all__ = ["main"]
-
 _MIB: Final = 2**20
 _HEADS, _HEAD_SIZE = 8, 64
 _FEWEST_RUNS: Final = 3

@@ -43,8 +43,6 @@ from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.tensor_parallel.replace import distribute_without_weights
 
-__all__ = ["describe", "main"]
-
 _TARGET_FORM: Final = "write `module:factory`, such as `model:build`"
 
 

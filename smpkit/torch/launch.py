@@ -26,8 +26,6 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which it
 
 from smpkit.errors import JobError, UsageError
 
-__all__ = ["FORKSERVER", "RankFailed", "launch", "preload", "run_processes"]
-
 _Result = TypeVar("_Result")
 
 FORKSERVER: Final = multiprocessing.get_context("forkserver")

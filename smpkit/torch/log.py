@@ -26,8 +26,6 @@ from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.recording.step_values import current_values
 from smpkit.torch.step import StepOutput
 
-__all__ = ["log", "progress"]
-
 _TRACK: Final = "SMPKIT_TRACK"
 _Batch = TypeVar("_Batch")
 

@@ -49,8 +49,6 @@ from smpkit.torch.tensor_parallel.state_dict import with_original_names
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
-__all__ = ["DistributedModel", "ModelHook"]
-
 _log = logging.getLogger("smpkit")
 
 ModelHook = Callable[["DistributedModel", WrappedOptimizer | None], object]

@@ -16,8 +16,6 @@ from smpkit.torch.model_parts import ModelParts
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.precision.cast import half_dtype
 
-__all__ = ["check_arguments", "check_trains", "refuse_comm_hook", "refuse_join"]
-
 
 def check_arguments(
     module: nn.Module,

@@ -29,8 +29,6 @@ from smpkit.torch.tensor_parallel.state_dict import (
     with_original_names,
 )
 
-__all__ = ["ModelParts", "alias_module"]
-
 NamedParameters = Iterator[tuple[str, nn.Parameter]]
 
 

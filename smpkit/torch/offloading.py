@@ -37,8 +37,6 @@ from smpkit.torch.recording.run_meter import STALL
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Offloading", "offload_activations", "offload_report", "offloads"]
-
 
 class offload_activations:  # noqa: N801 - used as a function
     """Keep on the host what checkpointed layers of `model` keep for backward: asynchronously, and in eager mode.

@@ -34,8 +34,6 @@ from smpkit.torch.state_dict import (
 )
 from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
-__all__ = ["DistributedOptimizer"]
-
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wrap an optimizer for training under an SMP v1 configuration (the class of the same name in SMP v1).

@@ -35,8 +35,6 @@ from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.trace import measure_units
 from smpkit.torch.placement.units import units_of
 
-__all__ = ["begin_plan", "flops_of_step", "peak", "planned", "write_plan"]
-
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
 

@@ -32,8 +32,6 @@ from smpkit.torch.distributed.init import shared_store
 from smpkit.torch.recording.recorder import QUIET, Recorder, latest_recorder
 from smpkit.torch.recording.step_values import current_values
 
-__all__ = ["install", "summary_of_rank"]
-
 _log = logging.getLogger("smpkit")
 
 _WAIT: Final = timedelta(seconds=10)

@@ -19,26 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.distributed.objects import CommGroup, RankType, allgather, recv_from, send
+from smpkit.torch.distributed.objects import RankType, allgather, recv_from, send
 from smpkit.torch.placement.dtensor import distribute_like, full_tensor_of, local_tensor_of
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import is_tp_shard, shard_of
 from smpkit.torch.tensor_parallel.state_dict import join_pieces
-
-__all__ = [
-    "PARTIAL_KEY",
-    "gather_all",
-    "gather_by_rdp_rank",
-    "gather_owned",
-    "merge_on_all_ranks",
-    "merge_shards",
-    "tie_of",
-    "to_full",
-    "to_local",
-    "to_shards",
-    "whole_value",
-]
 
 PARTIAL_KEY = "_smp_is_partial"
 """Marks a state dict that holds only this rank's part; SMP v1 scripts read and write it."""

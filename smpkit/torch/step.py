@@ -19,8 +19,6 @@ from smpkit.torch.pipeline.one_stage import OneStage
 from smpkit.torch.recording.recorder import latest_recorder, note_training
 from smpkit.torch.recording.step_values import Label, current_values
 
-__all__ = ["StepFunction", "StepOutput", "collate", "step"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Tensors: TypeAlias = tuple[torch.Tensor, ...]

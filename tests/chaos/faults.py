@@ -19,8 +19,6 @@ from typing import Any
 from smpkit.torch.checkpoints import save as saving
 from tests.chaos.job import TIMEOUT, Training, traps
 
-__all__ = ["FAULTS", "Fault"]
-
 
 @dataclass(frozen=True)
 class Fault:

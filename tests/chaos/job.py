@@ -15,8 +15,6 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 
-__all__ = ["BLOCKS", "SAVE_EVERY", "STEPS", "TIMEOUT", "Training", "run", "traps"]
-
 STEPS, SAVE_EVERY, TIMEOUT = 12, 3, 10
 BLOCKS, HEADS, TOKENS, WIDTH, LENGTH, BATCH = 4, 2, 32, 16, 8, 4
 

@@ -21,8 +21,6 @@ from tests.chaos.job import SAVE_EVERY, STEPS, TIMEOUT, run
 from tests.leftovers import kill_processes_with, processes_with
 from tests.ranks import run_ranks
 
-__all__ = ["CONFIGS", "Case", "Config", "make_reference", "strike"]
-
 
 @dataclass(frozen=True)
 class Config:

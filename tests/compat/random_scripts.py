@@ -21,8 +21,6 @@ from typing import Any, Final
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 
-__all__ = ["SAVED", "STEPS", "Drawn", "Job", "draw"]
-
 STEPS: Final = 4
 SAVED: Final = 2
 """After how many steps a job saves."""

@@ -6,8 +6,6 @@ documented default, `...` one that is not documented. What follows `*` is given 
 
 from __future__ import annotations
 
-__all__ = ["SIGNATURES"]
-
 _TENSOR_PARALLEL_OPTIONS = """
     fused_softmax=..., fused_bias_gelu=..., attention_in_fp32=..., query_key_layer_scaling=..., fused_dropout=...,
     fp32_residual_addition=..., flash_attention=..., use_alibi=..., distribute_embedding=..., zero_init=...

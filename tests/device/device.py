@@ -28,32 +28,6 @@ from smpkit.torch.offload.link import AcceleratorLink
 from tests.chosen_device import VARIABLE, chosen_device
 from tests.simulated import in_order, order_of
 
-__all__ = [
-    "CPU_ONLY",
-    "IS_SIMULATED",
-    "allocated_bytes",
-    "cannot_be_used",
-    "checked",
-    "current_stream",
-    "default_stream",
-    "gpu",
-    "in_device_time",
-    "memory_stats",
-    "new_event",
-    "new_stream",
-    "on_stream",
-    "peak_bytes",
-    "reserved_bytes",
-    "reset_peak",
-    "rng_state",
-    "scaled",
-    "select",
-    "sleep",
-    "synchronize",
-    "waiting_is_an_error",
-    "waits_of",
-]
-
 _ORDER: Final = order_of(chosen_device())
 IS_SIMULATED: Final = _ORDER is not None
 CPU_ONLY: Final = {"CUDA_VISIBLE_DEVICES": "", VARIABLE: "cpu"}

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Edge", "edges", "leave_out", "watch"]
-
 ROOT: Final = Path(__file__).resolve().parents[2]
 RUNTIME: Final = "smpkit/torch"
 ELSEWHERE: Final = {

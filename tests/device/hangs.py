@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-__all__ = ["HangWatch", "join"]
-
 _PERIOD: Final = 0.2
 _ASLEEP: Final = 0.1
 """The share of the time that a sleeping rank computes at most: it may look now and then whether something has come."""

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Checkpointed", "gradients_of", "layers"]
-
 
 class Checkpointed(nn.Sequential):
     """Layers without random numbers, checkpointed one by one, whose state cannot be read while a graph is captured."""

@@ -12,8 +12,6 @@ from tests.chosen_device import VARIABLE
 from tests.ranks import run_ranks
 from tests.simulated import Order, needs_sim, run_in_order
 
-__all__ = ["ORDERS", "call_pickled", "naming", "run_on_sim"]
-
 ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1))
 """Policies and seeds; without an edge of tests/sim_mutants.yaml, the first or the last shows it."""
 

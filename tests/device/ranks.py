@@ -17,8 +17,6 @@ from tests.device.device import gpu
 from tests.device.on_sim import call_pickled
 from tests.ranks import run_ranks
 
-__all__ = ["run_on_gpu"]
-
 
 def run_on_gpu(
     function: Callable[..., Any],

@@ -8,8 +8,9 @@ import time
 import pytest
 
 import smpkit.torch as smp
+from smpkit.testing.ranks import RankFailed
 from tests.device.hangs import HangWatch, join
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 
 def wait_for_each_other(folder: str) -> None:

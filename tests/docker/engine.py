@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["base_image", "image_options", "running_engine", "why_not"]
-
 _BASE = "smpkit-test-base:bookworm"
 
 

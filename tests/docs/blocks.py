@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CODE", "DRAWN", "PAGES", "ROOT", "Block", "blocks_of", "problem_of"]
-
 ROOT: Final = Path(__file__).parents[2]
 CODE: Final = ("python", "yaml", "console", "diff")
 """Languages of blocks that run."""

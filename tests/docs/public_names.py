@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["MODULES", "documented", "signature"]
-
 PAGES: Final = Path(__file__).parents[2] / "docs/reference/python"
 MODULES: Final = (
     "smpkit",

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_blocks"]
-
 
 def run_blocks(parts: Sequence[tuple[str, int, str]], folder: Path, variables: dict[str, str]) -> None:
     """Run sources, each with its name and the number of its first line, in a folder."""

@@ -21,8 +21,6 @@ from smpkit.drop_in import DROP_IN_PATH, after_import
 from smpkit_container.variables import script_arguments
 from tests.ranks import run_ranks
 
-__all__ = ["EXAMPLES", "changed_as_much", "launched", "on_forked_ranks", "run_file"]
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

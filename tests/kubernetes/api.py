@@ -22,8 +22,6 @@ from typing import Any
 
 from smpkit.errors import CloudError, UnreachableError
 
-__all__ = ["Cluster", "Pod"]
-
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat()

@@ -17,11 +17,9 @@ from click.testing import CliRunner, Result
 from smpkit.cli.main import cli
 from smpkit_estimator.kubernetes import backend
 from tests.container.test_peers import free_ports
+from tests.job_contract import SCRIPT
 from tests.kubernetes.api import Cluster, Pod
 from tests.leftovers import processes_with
-from tests.slurm.conftest import PIPELINE, SCRIPT
-
-__all__ = ["PIPELINE", "User"]
 
 
 @dataclass

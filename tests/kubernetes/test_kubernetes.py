@@ -20,6 +20,7 @@ import yaml
 from smpkit.errors import UnreachableError
 from smpkit_estimator.kubernetes import api, backend
 from tests.job_contract import (
+    PIPELINE,
     OnCluster,
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,
@@ -28,7 +29,7 @@ from tests.job_contract import (
     uninterrupted,
 )
 from tests.kubernetes.api import Cluster
-from tests.kubernetes.conftest import PIPELINE, User
+from tests.kubernetes.conftest import User
 from tests.slurm.test_slurm import FAILS, ODD, WAITS
 
 VERSIONS = ("1.30", "1.34", "1.37")

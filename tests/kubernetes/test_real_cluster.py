@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.slurm.conftest import PIPELINE, SCRIPT
+from tests.job_contract import PIPELINE, SCRIPT
 from tests.slurm.test_slurm import FAILS
 
 # Taken before the environment is scrubbed.

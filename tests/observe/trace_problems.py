@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-__all__ = ["trace_problems"]
-
 TraceEvent = dict[str, Any]
 
 

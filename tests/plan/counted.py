@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["lines_of"]
-
 
 def lines_of(function: Callable[[], object]) -> int:
     """Return how many lines of Python run in `function`, in everything that it calls too."""

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tests.leftovers import kill_processes_with
 
-__all__ = ["Cluster", "missing", "start"]
-
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _SECONDS = 30.0
 

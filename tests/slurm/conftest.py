@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.job_contract import PIPELINE, SCRIPT
+from tests.job_contract import SCRIPT
 from tests.leftovers import processes_with
 from tests.slurm.cluster import Cluster, missing, start
-
-__all__ = ["PIPELINE", "SCRIPT", "User"]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import pytest
 
 from smpkit_estimator.slurm.folder import read_json
 from tests.job_contract import (
+    PIPELINE,
     OnCluster,
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,
@@ -22,7 +23,7 @@ from tests.job_contract import (
     a_report_of_it,
     uninterrupted,
 )
-from tests.slurm.conftest import PIPELINE, User
+from tests.slurm.conftest import User
 
 ODD = "a,b 'q' \"d\"\nnew $HOME `x` \\ é%j"
 

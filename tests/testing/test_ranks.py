@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankFailed, run_ranks
+from smpkit.testing.ranks import RankFailed
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_sequential
 
 import smpkit.torch as smp
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch import checkpoint, checkpoint_sequential
 from tests.models import MODELS, WIDTH, Case, block, mse_step, vectors
 from tests.models_of_others import TRANSFORMERS
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.train import Trace, Way, batch, check_same, reference, same, trace_of, train, train_plainly, training
 
 Call = Callable[..., Any]

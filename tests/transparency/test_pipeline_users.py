@@ -15,8 +15,9 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.train import Way, run, same
 from tests.transparency.test_pipeline_gate import dealt, record
 

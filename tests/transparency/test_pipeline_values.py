@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import rnn
 
+from smpkit.testing.ranks import RankFailed
 from tests.models import LENGTH, TOKENS, WIDTH, Case, block, mse_step, tokens, vectors
-from tests.ranks import RankFailed
 from tests.train import Way, run, same
 
 # --- which module gets what -------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from typing import Any
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, SmpkitError, UnreachableError, UsageError
 
-__all__ = ["Api", "Object", "connect"]
-
 Object = Mapping[str, Any]
 
 _TIMEOUT = (10, 60)

@@ -50,8 +50,6 @@ from smpkit_estimator.local import local_secrets
 from smpkit_estimator.sources import job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["KubernetesCluster"]
-
 _NAME = re.compile(rf"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?")
 _MAX_BYTES = 2**20
 """What the API takes as the content of one ConfigMap or Secret."""

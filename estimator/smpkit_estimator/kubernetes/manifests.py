@@ -24,19 +24,6 @@ from smpkit.config.wire import TOKEN_FILE
 from smpkit_estimator import scheduled
 from smpkit_estimator.hyperparameters import shown_hyperparameters
 
-__all__ = [
-    "CONTAINER",
-    "JOB_LABEL",
-    "LONGEST_NAME",
-    "MANAGED_BY",
-    "PLACES",
-    "QUEUE_LABEL",
-    "SOURCES",
-    "SUBMISSION",
-    "manifests",
-    "shown_manifest",
-]
-
 CONTAINER = "launcher"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 JOB_LABEL = "smpkit/job"

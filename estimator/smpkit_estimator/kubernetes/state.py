@@ -18,8 +18,6 @@ from smpkit_estimator.kubernetes.manifests import CONTAINER, JOB_LABEL, PLACES
 from smpkit_estimator.scheduled import status_with_phases
 from smpkit_estimator.status import JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
-__all__ = ["STOPPED_AT", "PodLog", "host_of", "status_of"]
-
 STOPPED_AT = "smpkit/stopped"
 """Annotation of a job that somebody asked to stop: when."""
 

@@ -57,8 +57,6 @@ from smpkit_estimator.slurm.state import ask, controller_settings, id_by_name, l
 from smpkit_estimator.sources import Sources, job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["SlurmCluster", "open_slurm"]
-
 _MAX_GRACE_SECONDS = 110  # as on SageMaker
 _MARGIN_SECONDS = 5
 _SHORT_GRACE_SECONDS = 60

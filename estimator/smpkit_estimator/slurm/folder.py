@@ -37,20 +37,6 @@ from smpkit_estimator.local import make_tree
 from smpkit_estimator.scheduled import job_to_keep, result_places
 from smpkit_estimator.sources import Sources
 
-__all__ = [
-    "Run",
-    "RunLog",
-    "all_runs",
-    "find_run",
-    "kept_job",
-    "make_run",
-    "named_places",
-    "read_json",
-    "runs_folder",
-    "unmake_run",
-    "write_json",
-]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -11,8 +11,6 @@ from smpkit.config import scheduled as names
 from smpkit.config.job import JobConfig
 from smpkit_estimator.scheduled import limit_of
 
-__all__ = ["batch_script", "container_words"]
-
 
 def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequence[str]) -> str:
     """Return the script.

@@ -17,18 +17,6 @@ from smpkit_estimator.scheduled import status_with_phases
 from smpkit_estimator.slurm.folder import kept_job, read_json
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
 
-__all__ = [
-    "Record",
-    "accounted",
-    "ask",
-    "controller_settings",
-    "id_by_name",
-    "listed_run",
-    "record_of",
-    "records",
-    "status_of",
-]
-
 _STATES: Mapping[str, tuple[str, str]] = {
     "PENDING": ("InProgress", "Pending"),
     "CONFIGURING": ("InProgress", "Starting"),

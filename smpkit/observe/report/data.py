@@ -28,22 +28,6 @@ from smpkit.observe.summary import RunSummary, SummaryError, read_summary
 from smpkit.observe.values import LOSS, read_values
 from smpkit.units import amount
 
-__all__ = [
-    "DEVICE_KINDS",
-    "MOST_RANKS",
-    "Content",
-    "Curve",
-    "LayerStall",
-    "LogTail",
-    "RankMemory",
-    "Setting",
-    "StepTimes",
-    "StepView",
-    "Warned",
-    "content_of",
-    "first_last_and_busiest",
-]
-
 DEVICE_KINDS: Final = ("weights", "gradients", "states", "activations", "parked", "other")
 """What lies on the device, in the order in which it is stacked."""
 MOST_RANKS: Final = 16

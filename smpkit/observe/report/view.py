@@ -26,8 +26,6 @@ from smpkit.observe.summary import RankSummary, Split
 from smpkit.observe.summary_text import gained
 from smpkit.units import amount, count, seconds
 
-__all__ = ["page"]
-
 _SCRIPTS: Final = ("uplot.js", "schedule.js", "charts.js")
 _STYLES: Final = ("uplot.css", "report.css")
 _KINDS: Final = (*DEVICE_KINDS, "offloaded")

@@ -14,8 +14,6 @@ from smpkit.plan.schedule.graph import Kind, Segment
 from smpkit.plan.schedule.simulate import Timeline
 from smpkit.plan.speed import Speed
 
-__all__ = ["Forecast", "forecast"]
-
 _WORTH: Final = 1e-3
 """A longer horizon must save this share of the step to be advised."""
 

@@ -18,20 +18,6 @@ from typing import Final
 from smpkit.errors import UsageError
 from smpkit.plan.optimizers import OPTIMIZERS
 
-__all__ = [
-    "WORKSPACE_BYTES",
-    "Machine",
-    "OffloadedModel",
-    "StepTime",
-    "Update",
-    "device_parts_bytes",
-    "device_peak_bytes",
-    "host_parts_bytes",
-    "host_peak_bytes",
-    "largest_parameters",
-    "step_time",
-]
-
 _BLOCK_PARAMETERS: Final = 12.25
 """Of a dense transformer block of width 1: it has 12.25 d²."""
 _SAVED_UNITS: Final = 25.04

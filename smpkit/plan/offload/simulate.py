@@ -18,8 +18,6 @@ from typing import Final
 from smpkit.plan.offload.work import Boundary, LayerTask, LinkSpeed, Window, needs_back
 from smpkit.plan.schedule.graph import Kind
 
-__all__ = ["ON_A_GPU", "ON_A_GPU_ALONE", "Copy", "OffloadTimeline", "Rules", "simulate_offload"]
-
 
 @dataclass(frozen=True)
 class Rules:

@@ -13,9 +13,6 @@ from typing import Final
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 
-__all__ = ["MAX_LEAD", "LayerCost", "LayerTask", "LinkSpeed", "Window"]
-__all__ += ["auto_lead", "auto_window", "latest_issues", "layer_tasks", "needs_back"]
-
 MAX_LEAD: Final = 16
 """How many layers ahead the engine loads at most."""
 

@@ -12,15 +12,6 @@ from pydantic import TypeAdapter
 
 from smpkit.errors import ConfigError, Problem
 
-__all__ = [
-    "BYTES_PER_MICROBATCH",
-    "PER_MICROBATCH",
-    "Assignment",
-    "Load",
-    "UnitCost",
-    "assignment_of",
-]
-
 
 @dataclass(frozen=True)
 class UnitCost:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["Cost", "cut"]
-
 Cost = Callable[[int, int, int], int]
 """Of (part, start, end): the cost of a part with the items from `start` to before `end`."""
 

@@ -17,8 +17,6 @@ from smpkit.errors import ConfigError, Problem
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.cut import cut
 
-__all__ = ["assign", "partition"]
-
 _WHOLE: Final = 10**9
 """Costs are whole numbers, this many for the whole model: sums are exact, so ties are ties on every machine."""
 

@@ -18,8 +18,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Node", "Unit", "UnitTree", "unit_tree"]
-
 
 @dataclass(frozen=True)
 class Node:

@@ -17,8 +17,6 @@ from typing import Final
 
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
 
-__all__ = ["Action", "Costs", "Schedule", "from_json", "to_json"]
-
 _LABEL: Final = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 

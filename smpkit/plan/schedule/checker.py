@@ -10,8 +10,6 @@ from collections import Counter
 from smpkit.plan.schedule.actions import Action, Schedule, live_microbatches
 from smpkit.plan.schedule.graph import Kind, Need, ScheduleError, Segment
 
-__all__ = ["check"]
-
 
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError, naming rank and action, unless the schedule can be executed.

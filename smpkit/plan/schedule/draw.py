@@ -22,8 +22,6 @@ from typing import Final
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.simulate import ActionInterval, Timeline, simulate
 
-__all__ = ["draw"]
-
 _UNIT: Final = Costs(forward_seconds=1, backward_seconds=1, weight_seconds=0)
 _UNIT_SPLIT: Final = Costs(forward_seconds=1, backward_seconds=2, weight_seconds=1)
 _MAX_COLUMNS: Final = 200

@@ -22,8 +22,6 @@ from itertools import pairwise
 
 from smpkit.errors import SmpkitError
 
-__all__ = ["Kind", "Need", "ScheduleError", "Segment", "SegmentGraph", "Transfer"]
-
 
 class ScheduleError(SmpkitError, AssertionError):
     """A graph or schedule that no executor could run: a bug in smpkit, or an edited plan file."""

@@ -18,8 +18,6 @@ from smpkit.plan.schedule.actions import Action, Costs
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.tasks import LinkModel, Task, tasks_of
 
-__all__ = ["list_schedule"]
-
 Urgency = tuple[int, int, int, int]
 """Priority of the kind, group of the microbatch, number of the task, microbatch: smaller goes first."""
 Head = tuple[float, Urgency]

@@ -19,8 +19,6 @@ from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 
-__all__ = ["RecordedGraph", "SentValue", "grown", "peaks"]
-
 
 @dataclass(frozen=True)
 class SentValue:

@@ -29,8 +29,6 @@ from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.tasks import Edge, Task, tasks_of
 from smpkit.plan.schedule.templates import looped
 
-__all__ = ["LowerBounds", "interleaved", "lower_bounds", "simple"]
-
 _WORTH: Final = 0.002
 """A deeper schedule holds more microbatches; it must be faster by this share to be worth its memory."""
 

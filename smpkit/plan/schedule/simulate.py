@@ -15,8 +15,6 @@ from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment
 from smpkit.plan.schedule.tasks import Edge, LinkModel, Task, tasks_of
 
-__all__ = ["ActionInterval", "Cause", "IdleInterval", "Timeline", "simulate"]
-
 
 class Cause(str, Enum):
     """Why a rank is idle."""

@@ -13,8 +13,6 @@ from typing import Final
 from smpkit.plan.schedule.actions import Action, Costs
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 
-__all__ = ["Edge", "LinkModel", "Task", "tasks_of"]
-
 _PRIORITY: Final = {Kind.BACKWARD: 0, Kind.FORWARD: 1, Kind.WEIGHT: 2}
 """What a rank runs first of what it could run now: backward frees memory, weights only fill gaps."""
 

@@ -18,8 +18,6 @@ from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 
-__all__ = ["looped", "one_f_one_b"]
-
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return 1F1B of a chain: each rank holds as many microbatches as there are ranks from it to the end."""

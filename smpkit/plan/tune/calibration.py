@@ -16,21 +16,6 @@ from smpkit.config.section import Section, explain
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, UsageError
 
-__all__ = [
-    "CALIBRATION",
-    "Attention",
-    "Calibration",
-    "Collective",
-    "HostLink",
-    "Identity",
-    "Matmul",
-    "Message",
-    "differences",
-    "measured_flops",
-    "read_calibration",
-    "this_machine",
-]
-
 CALIBRATION: Final = "calibration.json"
 """What `smpkit calibrate` writes, if it is told no other name."""
 _Positive = Annotated[float, Field(gt=0)]

@@ -35,21 +35,6 @@ from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, 
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 
-__all__ = [
-    "ON_A_GPU",
-    "ChainChoice",
-    "ChainCost",
-    "ChainLayer",
-    "ChainLimits",
-    "Choice",
-    "LoneEngine",
-    "choose",
-    "choose_by_simulation",
-    "cost_of",
-    "seconds_of",
-    "smallest_bytes",
-]
-
 _MOST_SUMS: Final = 4_000
 
 

@@ -15,8 +15,6 @@ from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.neighbours import memory_changes
 from smpkit.plan.tune.predict import RuledOut, choose_layers, layers_of, scaled, with_choices
 
-__all__ = ["Feature", "automatic", "features", "peak_of", "remedy", "step_of"]
-
 
 @dataclass(frozen=True)
 class Feature:

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["INSTANCES", "Accelerator", "Instance", "published_flops"]
-
 _GB: Final = 1e9
 _GIB: Final = 2**30
 _PCIE_3, _PCIE_4, _PCIE_5 = 16e9, 32e9, 64e9

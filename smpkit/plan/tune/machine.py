@@ -18,8 +18,6 @@ from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.tune.calibration import Calibration, HostLink
 from smpkit.plan.tune.instances import INSTANCES
 
-__all__ = ["Channel", "Machine", "Operation", "from_calibration", "published", "with_memory"]
-
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 _COMPUTE_REACHED: Final = 0.5

@@ -12,8 +12,6 @@ from typing import Any, Final, Literal
 
 from smpkit.config.modelparallel import ModelParallelConfig
 
-__all__ = ["CHECKPOINTING", "Change", "memory_changes", "speed_changes"]
-
 CHECKPOINTING: Final = "smp.set_activation_checkpointing(layers)"
 _OFFLOADING: Final[Mapping[str, Any]] = {"offload_activations": True, "activation_loading_horizon": "auto"}
 

@@ -25,21 +25,6 @@ from smpkit.plan.tune.chain import ChainLayer, ChainLimits, Choice, choose, smal
 from smpkit.plan.tune.machine import Machine
 from smpkit.units import amount
 
-__all__ = [
-    "Job",
-    "Layer",
-    "Prediction",
-    "RuledOut",
-    "choose_layers",
-    "half_of",
-    "in_precision",
-    "layers_of",
-    "predict",
-    "scaled",
-    "usable_bytes",
-    "with_choices",
-]
-
 _FRAMEWORK_BYTES: Final = 2**30
 """What a process has on a GPU beside tensors."""
 _FRAGMENTS: Final = 0.05

@@ -22,8 +22,6 @@ from smpkit.plan.mesh import Mesh
 from smpkit.plan.tune.neighbours import speed_changes
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, predict, usable_bytes
 
-__all__ = ["SearchResult", "search"]
-
 _VARIED: Final = 4
 """Around how many of the best the rest is varied."""
 _MOST_MICROBATCHES: Final = 128

@@ -15,8 +15,6 @@ import torch
 from smpkit import compilers
 from smpkit.errors import SmpkitError
 
-__all__ = ["Unavailable", "library"]
-
 _SOURCES: Final = Path(__file__).with_name("source")
 _SECONDS: Final = 900.0
 _FLAGS: Final = ("-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-w")

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["make"]
-
 
 class _Properties:
     """What `torch.sim.get_device_properties` returns."""

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed's, which its types hide
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Make `sim` the backend of tensors of the simulated device, as `nccl` is of CUDA's."""

@@ -21,8 +21,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import object_from
 
-__all__ = ["MESSAGES_PER_RANK", "agree", "all_or_raise", "together", "work_together"]
-
 MESSAGES_PER_RANK: Final = 4
 """Size and text of what it says, and of the answer."""
 _WHAT: Final = "an agreement on a checkpoint"

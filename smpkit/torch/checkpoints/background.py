@@ -22,8 +22,6 @@ from smpkit.torch.checkpoints.agreement import agree
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 
-__all__ = ["PendingSave", "Snapshot", "finish_previous_save", "start"]
-
 
 class PendingSave:
     """A save that a thread of this rank finishes; returned by `smp.save_checkpoint(..., blocking=False)`."""

@@ -25,31 +25,6 @@ from smpkit.torch.precision.cast import SCALER_KEY, half_dtype
 from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation
 
-__all__ = [
-    "GROUPS",
-    "MAX_WRITERS",
-    "MODEL",
-    "SCALER",
-    "STATES",
-    "Chunk",
-    "Division",
-    "StateEntry",
-    "TensorFactory",
-    "TensorsOnAccess",
-    "chunks_of",
-    "copy_chunks",
-    "degrees",
-    "division_of",
-    "entries_of",
-    "optimizer_parameters",
-    "parameter_names",
-    "precision",
-    "translated",
-    "view_of",
-    "wrapped_model",
-    "writers_of",
-]
-
 TensorFactory = Callable[[], torch.Tensor]
 """Makes a whole tensor when it is called."""
 

@@ -35,8 +35,6 @@ from smpkit.torch.checkpoints.reader import CheckpointReader, read_whole
 from smpkit.torch.checkpoints.tensors import write_tensors
 from smpkit.torch.precision.cast import MASTER_KEY
 
-__all__ = ["LAYOUTS", "export", "find_checkpoint", "main", "sources_in"]
-
 _ZERO_STAGE: Final = 3
 """Of the layout of SMP v1's files."""
 

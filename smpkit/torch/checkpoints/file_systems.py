@@ -10,8 +10,6 @@ from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.core.runtime import state
 
-__all__ = ["FileSystems", "file_systems_of", "find_file_systems", "known_file_systems"]
-
 
 class FileSystems:
     """Which ranks share a file system.

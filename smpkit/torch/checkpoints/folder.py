@@ -44,34 +44,6 @@ from smpkit.errors import CheckpointError, UsageError
 from smpkit.plan.tune.chain import Choice
 from smpkit.torch.distributed.cores import own_cores
 
-__all__ = [
-    "INDEX",
-    "NEWEST",
-    "PARTIAL",
-    "Index",
-    "Survey",
-    "as_checkpoint_error",
-    "atomic_write",
-    "check_tag",
-    "complete_partials",
-    "dtype_of",
-    "find_corruption",
-    "find_damage",
-    "fsync_write",
-    "is_fault_of_machine",
-    "look_at",
-    "missing_text",
-    "new_save_id",
-    "next_order",
-    "publish_folder",
-    "read_index",
-    "read_newest",
-    "remove_leftovers",
-    "staging_folder",
-    "survey",
-    "sync_folder",
-]
-
 INDEX: Final = "index.json"
 NEWEST: Final = "newest"
 PARTIAL: Final = "_partial"

@@ -33,8 +33,6 @@ from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
-__all__ = ["load_pretrained", "save_pretrained"]
-
 INDEX: Final = "model.safetensors.index.json"
 _WEIGHT_FILES: Final = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin.*"

@@ -43,8 +43,6 @@ from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.replace import replacement_stubs
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
-__all__ = ["load_loss_scale", "load_model", "load_optimizer"]
-
 TensorSource: TypeAlias = str | TensorFactory
 """The name in the checkpoint, or a function that makes the whole tensor."""
 

@@ -37,8 +37,6 @@ import torch
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.folder import as_checkpoint_error, atomic_write
 
-__all__ = ["archive_corruption", "dump", "find_allowed", "load", "read_file", "read_mapped", "write_file"]
-
 _MAX_NAMED: Final = 5
 _HINT: Final = (
     "import the module of the script that defines the class before you load; or, if you trust whoever can write the"

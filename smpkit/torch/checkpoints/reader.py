@@ -34,16 +34,6 @@ from smpkit.torch.checkpoints.folder import dtype_of, find_corruption, find_dama
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.checkpoints.tensors import open_tensors
 
-__all__ = [
-    "CheckpointReader",
-    "Piece",
-    "Reader",
-    "StateReader",
-    "Target",
-    "read_into",
-    "read_whole",
-]
-
 ReadSlice = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 """Returns a slice of a tensor in an open file: its name there, offsets and sizes."""
 

@@ -30,8 +30,6 @@ from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import drop_deferred_loads
 from smpkit.torch.state_dict import PARTIAL_KEY
 
-__all__ = ["files_to_check", "latest_checkpoint", "resume_from_checkpoint"]
-
 
 def resume_from_checkpoint(
     path: str | os.PathLike[str],

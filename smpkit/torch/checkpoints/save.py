@@ -61,8 +61,6 @@ from smpkit.torch.model import DistributedModel
 from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import run_deferred_loads
 
-__all__ = ["USER_CONTENT", "save_checkpoint"]
-
 USER_CONTENT = "user_content"
 
 

@@ -15,8 +15,6 @@ from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.objects import read_file, write_file
 from smpkit.torch.core.runtime import state
 
-__all__ = ["load", "save"]
-
 
 def save(
     obj: Any,

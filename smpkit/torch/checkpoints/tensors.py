@@ -24,8 +24,6 @@ from safetensors import SafetensorError, safe_open
 
 from smpkit.errors import CheckpointError
 
-__all__ = ["SUFFIX", "bytes_of", "header_of", "is_storable", "open_tensors", "specs_in", "write_tensors"]
-
 SUFFIX: Final = ".safetensors"
 _NAMES: Final = {
     torch.float64: "F64",

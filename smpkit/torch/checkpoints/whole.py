@@ -29,8 +29,6 @@ from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
-__all__ = ["WholeState", "write_full"]
-
 _ALIGNMENT = 64
 """Of the tensors in a scratch file, in bytes."""
 

@@ -30,8 +30,6 @@ from torch.overrides import TorchFunctionMode
 
 from smpkit.torch.distributed import gpus
 
-__all__ = ["PRETENDED", "install", "installed"]
-
 _log = logging.getLogger("smpkit")
 
 _installed = False

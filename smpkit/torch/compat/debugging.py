@@ -9,8 +9,6 @@ import torch
 from smpkit.torch.checkpoints.save_load import load, save
 from smpkit.torch.core.runtime import WrappedModel
 
-__all__ = ["dump_model", "verify"]
-
 
 def dump_model(model: WrappedModel, path: str | os.PathLike[str]) -> None:
     """Save this rank's parameters and buffers, in a file with the name that `smp.save` gives it."""

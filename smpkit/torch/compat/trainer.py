@@ -31,15 +31,14 @@ from typing import Any, Final
 
 import torch
 
+from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
-from smpkit.torch.distributed.objects import CommGroup, allgather
+from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
-
-__all__ = ["SmpTrainer", "replace_trainer"]
 
 _LAUNCHERS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "MPI_", "MV2_", "PMIX_")
 """Prefixes of variables from which accelerate concludes that this process is one of several."""

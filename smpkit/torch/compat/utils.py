@@ -7,8 +7,6 @@ import torch
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.shards import shard_of
 
-__all__ = ["get_distribution_axis", "rmsg"]
-
 
 def get_distribution_axis(param: torch.Tensor) -> int | None:
     """Return the axis along which tensor parallelism divides a parameter; None if this rank holds all of it."""

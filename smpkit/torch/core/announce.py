@@ -6,8 +6,6 @@ import logging
 import sys
 from collections.abc import Iterable
 
-__all__ = ["announce"]
-
 
 def announce(lines: Iterable[str]) -> None:
     """Log `lines` at INFO on the logger `smpkit.announce`, which shows them unless the script configured logging.

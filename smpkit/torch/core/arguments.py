@@ -9,16 +9,6 @@ from torch import nn
 
 from smpkit.errors import UsageError
 
-__all__ = [
-    "check_bool",
-    "check_callable",
-    "check_module",
-    "check_num_bytes",
-    "check_probability",
-    "check_sizes",
-    "device_of",
-]
-
 
 def check_sizes(owner: str, minimum: int = 1, **sizes: object) -> None:
     """Raise UsageError unless all sizes are integers of at least `minimum`."""

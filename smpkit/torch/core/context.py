@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 
 from smpkit.errors import UsageError
 
-__all__ = ["DEFAULT_PORT", "Launch", "launch_from"]
-
 DEFAULT_PORT: Final = 29500
 """The port of the rendezvous when only `MASTER_ADDR` is set; torchrun's default."""
 

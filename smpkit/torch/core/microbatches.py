@@ -21,8 +21,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.tree import children, rebuild
 
-__all__ = ["MicrobatchCall", "Splitter", "StepProgress", "root_gradient"]
-
 
 class MicrobatchCall(NamedTuple):
     """The arguments of one microbatch."""

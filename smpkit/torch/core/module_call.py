@@ -19,14 +19,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "CallWrapper",
-    "ModuleCall",
-    "OriginalCall",
-    "expose_original_forwards",
-    "on_module_created",
-]
-
 OriginalCall = Callable[..., Any]
 CallWrapper = Callable[[OriginalCall], OriginalCall]
 """Wraps a call in another."""

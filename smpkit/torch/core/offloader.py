@@ -19,8 +19,6 @@ from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core.tensor_spec import version_of
 
-__all__ = ["KEEPING", "OffloadUse", "Offloader", "Parked", "changed_in_place", "current", "install"]
-
 
 class Parked:
     """Tensors of one call, from its forward until its graph is gone. These stay on the device."""

@@ -20,8 +20,6 @@ from smpkit.torch.core.context import Launch
 from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 from smpkit.torch.core.step_participants import StepEngine, StepParticipants
 
-__all__ = ["ModuleManager", "Place", "State", "WrappedModel", "WrappedOptimizer", "state"]
-
 
 @dataclass(frozen=True, eq=False)
 class Place:

@@ -9,8 +9,6 @@ from pathlib import Path
 from smpkit.observe.status import ACTION_CELL, LAYER_CELL, STATUS_DIR, StatusPage
 from smpkit.observe.summary import KindBytes
 
-__all__ = ["begin_action", "begin_layer", "checkpoints", "current_page", "open_page", "planner", "use_page"]
-
 _page: StatusPage | None = None
 _cells: memoryview | None = None
 _layer_numbers: Mapping[str, int] = {}

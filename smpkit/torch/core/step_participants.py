@@ -20,8 +20,6 @@ import torch
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
-__all__ = ["StepEngine", "StepParticipant", "StepParticipants"]
-
 
 class StepParticipant:
     """A part of a model that takes part in its steps."""

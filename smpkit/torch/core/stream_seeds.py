@@ -21,8 +21,6 @@ from typing import Final
 
 from smpkit.torch.core.runtime import state
 
-__all__ = ["Seeds", "mix"]
-
 _WORD: Final = (1 << 64) - 1
 _SHIFT: Final = 43
 _TAG: Final = 0x9E377

@@ -18,10 +18,6 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.core.tree import children, rebuild
 
-__all__ = ["NON_TENSOR_TYPES", "Structure", "TensorSpec", "as_layout", "dense_spec_of", "describe", "flatten"]
-__all__ += ["map_tensors", "permute_to_memory", "signature", "spec_of", "spec_of_unwrapped", "storage_of", "tensors_in"]
-__all__ += ["to_layout", "version_of"]
-
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -16,8 +16,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["children", "map_leaves", "pickled", "rebuild"]
-
 _LEAVES: Final = (torch.Tensor, torch.Size, str, bytes, torch.nn.Module)
 _SEQUENCES: Final = (list, tuple, set, frozenset)
 

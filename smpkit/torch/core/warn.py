@@ -19,8 +19,6 @@ import torch.distributed as dist
 from smpkit.observe.runs import RUN_DIR, WARNINGS
 from smpkit.torch.core.runtime import state
 
-__all__ = ["ScriptLine", "script_line", "warn_user"]
-
 ScriptLine = tuple[str, int]
 """A file and the number of a line in it."""
 

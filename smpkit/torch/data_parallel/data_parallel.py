@@ -32,8 +32,6 @@ from smpkit.torch.recording.recorder import recorded_work
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
 
-__all__ = ["DataParallel", "ReductionOptions", "broadcast_parameters", "replicate"]
-
 
 _REPLICATED: Final = "the broadcast of parameters and buffers"
 

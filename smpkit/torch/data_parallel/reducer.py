@@ -41,8 +41,6 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["Bucket", "GradientReducer", "ReduceTarget", "kind_of", "plan_buckets"]
-
 FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 
 kind_of: Final = attrgetter("requires_grad", "dtype", "device")

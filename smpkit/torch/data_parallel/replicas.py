@@ -17,8 +17,6 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.placement.placement import Placement
 
-__all__ = ["Source", "broadcast_tensors", "check_same_model"]
-
 Source = tuple[dist.ProcessGroup, int]
 """A group, and the index in it of the rank whose values all get."""
 

@@ -42,8 +42,6 @@ from smpkit.torch.precision.cast import half_dtype, kept_in_float32
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
 
-__all__ = ["ShardedDataParallel", "shard_model"]
-
 
 def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOptions) -> ShardedDataParallel:
     """Divide a model over this rank's sharding group, and return its `ShardedDataParallel`.

@@ -17,8 +17,6 @@ from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.dtensor import local_tensor_of
 
-__all__ = ["ShardView", "flat_shards", "is_registered", "register_parameter", "set_shard_attributes"]
-
 _MARK: Final = "_smp_used_outside"
 
 

@@ -22,8 +22,6 @@ from smpkit.torch.data_parallel.reducer import ReduceTarget
 from smpkit.torch.data_parallel.replicas import Source, broadcast_tensors
 from smpkit.torch.placement.placement import ParameterPlacement
 
-__all__ = ["Zero1Partition", "reduce_target_of"]
-
 
 def reduce_target_of(placement: ParameterPlacement) -> ReduceTarget:
     """Return where a parameter's gradient goes."""

@@ -21,8 +21,6 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.context import launch_from
 
-__all__ = ["bind", "cores_near_gpu", "own_cores"]
-
 
 def own_cores() -> int:
     """Return the number of cores for this process: those that it may run on, divided by the ranks of this host."""

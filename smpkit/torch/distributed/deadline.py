@@ -36,21 +36,6 @@ from smpkit.torch.distributed.failure_store import Ending, FailureStore, RankSta
 from smpkit.torch.distributed.rendezvous import first_line, name_ranks
 from smpkit.torch.distributed.tracebacks import place_in_script, shorten
 
-__all__ = [
-    "Failures",
-    "abort",
-    "add_error_context",
-    "attach",
-    "close_connections",
-    "current_failures",
-    "detach",
-    "error_of",
-    "explain_error",
-    "failed",
-    "report_failure",
-    "waiting",
-]
-
 _GRACE_SECONDS: Final = 2.0
 """How long to wait for the statuses of ranks whose connections were just closed."""
 _END_GRACE_SECONDS: Final = 0.5

@@ -22,8 +22,6 @@ from typing import Final, Literal, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-__all__ = ["Ending", "FailureStore", "RankStatus"]
-
 _SERVE_SECONDS: Final = 3.0
 """How long the rank that serves the store stays, so that others can read why it ends."""
 _CONNECT_SECONDS: Final = 5.0

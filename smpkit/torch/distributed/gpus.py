@@ -18,18 +18,6 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.core.devices.backends import GLOO, NCCL, SHARED_GPU_NCCL
 from smpkit.torch.distributed.rendezvous import name_ranks
 
-__all__ = [
-    "CUDA_ON_CPU",
-    "GpuInfo",
-    "backend_of",
-    "device_file",
-    "notices_of",
-    "probe_gpu",
-    "problems_of",
-    "wants_gpu",
-    "why_expected",
-]
-
 CUDA_ON_CPU: Final = "SMPKIT_CUDA_ON_CPU"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _NO_DEVICE: Final = ("", "-1", "NoDevFiles")

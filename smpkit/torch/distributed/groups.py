@@ -23,8 +23,6 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.rendezvous import gather, name_ranks
 
-__all__ = ["Groups", "loopback"]
-
 # Any order will do, as long as every rank makes its groups in the same one.
 _ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP)
 

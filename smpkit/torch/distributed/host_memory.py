@@ -27,8 +27,6 @@ from torch import Tensor
 from smpkit.torch.core import devices
 from smpkit.torch.distributed.cores import own_cores
 
-__all__ = ["LARGE_PAGE", "PAGE", "available_bytes", "container_limit", "mapped_bytes", "pinned_bytes", "touch", "zeros"]
-
 _log = logging.getLogger("smpkit")
 
 PAGE: Final = 4096

@@ -33,8 +33,6 @@ from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.distributed.groups import Groups, loopback
 from smpkit.torch.distributed.rendezvous import connect_store, gather
 
-__all__ = ["init", "shared_store", "shutdown"]
-
 _log = logging.getLogger("smpkit")
 
 

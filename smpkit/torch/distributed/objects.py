@@ -28,20 +28,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.rendezvous import name_ranks
 
-__all__ = [
-    "CommGroup",
-    "RankType",
-    "allgather",
-    "barrier",
-    "broadcast",
-    "dp_barrier",
-    "gather_objects",
-    "mp_barrier",
-    "object_from",
-    "recv_from",
-    "send",
-]
-
 _T = TypeVar("_T")
 
 

@@ -22,8 +22,6 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from smpkit.errors import DeadlineError, LaunchError, UsageError
 from smpkit.torch.core.context import DEFAULT_PORT, Launch
 
-__all__ = ["connect_store", "first_line", "gather", "name_ranks"]
-
 _LOOPBACK: Final = "127.0.0.1"
 
 

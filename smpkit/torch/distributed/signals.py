@@ -26,8 +26,6 @@ from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["on_stop", "stop_requested"]
-
 Callback = TypeVar("Callback", bound=Callable[[], object])
 
 

@@ -16,8 +16,6 @@ import torch
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 
-__all__ = ["place_in_script", "script_frames", "shorten"]
-
 _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
 _INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """Files whose lines are not the script's; our context managers lead through contextlib."""

@@ -30,8 +30,6 @@ from smpkit.torch.distributed.deadline import Failures, error_of
 from smpkit.torch.distributed.failure_store import RankStatus
 from smpkit.torch.distributed.rendezvous import first_line
 
-__all__ = ["stop", "watch"]
-
 _POLL_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 5.0
 """For the thread to return from its present call."""

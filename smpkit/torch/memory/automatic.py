@@ -36,8 +36,6 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
 
-__all__ = ["AutomaticActivations"]
-
 
 class AutomaticActivations(StepParticipant):
     """Chooses for the layers of `model`, where it has layers to choose for.

@@ -51,8 +51,6 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 
-__all__ = ["Chooser", "count_choices", "largest_of"]
-
 _NUM_START: Final = 3
 """Steps at least, before any is measured."""
 _LAST_START: Final = 64

@@ -15,8 +15,6 @@ from smpkit.plan.tune.chain import (
     smallest_bytes,
 )
 
-__all__ = ["StepFacts", "gib"]
-
 
 @dataclass(frozen=True)
 class StepFacts:

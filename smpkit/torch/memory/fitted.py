@@ -33,8 +33,6 @@ from smpkit.torch.offload.order import Lead, check_lead
 from smpkit.torch.recompute.layer import ChosenCheckpoint
 from smpkit.units import amount
 
-__all__ = ["FitReport", "Fitted", "LayerFit", "fit"]
-
 
 def fit(
     model: nn.Module,

@@ -23,8 +23,6 @@ from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.placement.dtensor import local_tensor_of
 
-__all__ = ["Calls", "Probe", "Updates", "device_limit", "input_bytes", "num_bytes_of"]
-
 _USABLE: Final = 0.95
 """Of the device: its driver, its libraries and the allocator's fragments have the rest."""
 

@@ -22,8 +22,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.distributed.host_memory import available_bytes, mapped_bytes, pinned_bytes
 from smpkit.torch.offload.link import DONE, Event, Link
 
-__all__ = ["ALIGNMENT", "Arena", "Block", "aligned", "arena_for"]
-
 ALIGNMENT: Final = 256
 """Bytes: where a GPU's copies begin."""
 _SLAB: Final = 256 << 20

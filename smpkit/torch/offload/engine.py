@@ -33,8 +33,6 @@ from smpkit.torch.offload.link import DONE, Event, Link, link_for
 from smpkit.torch.offload.order import BackwardOrder, Lead, LeadTuner
 from smpkit.torch.offload.report import OffloadStats, StepReport
 
-__all__ = ["ActivationEngine", "make_engine"]
-
 _log = logging.getLogger("smpkit")
 _MIN_HELD: Final = 2
 """Calls whose copies get time to end before a stream waits for them, where this thread runs ahead of the device."""

@@ -22,8 +22,6 @@ from smpkit.errors import DeadlineError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.distributed.host_memory import pinned_bytes, zeros
 
-__all__ = ["DONE", "AcceleratorLink", "Copies", "Event", "Link", "link_for"]
-
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs of source and target, of the same type and size."""
 _MEASURED_BYTES: Final = 32 << 20

@@ -22,8 +22,6 @@ from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.link import Link
 
-__all__ = ["BackwardOrder", "Lead", "LeadTuner", "check_lead"]
-
 Lead = int | Literal["auto"]
 _INITIAL_LEAD: Final = 2  # enough while a copy takes no longer than a forward
 _Task = tuple[int, int]

@@ -9,8 +9,6 @@ from typing import Any, Final
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.link import Link
 
-__all__ = ["MIN_SECONDS", "OffloadReport", "OffloadStats", "Stall", "StepReport"]
-
 _STEPS_KEPT: Final = 100
 MIN_SECONDS: Final = 20e-6
 """Shorter waits are the cost of measuring."""

@@ -28,8 +28,6 @@ from smpkit.torch.distributed.host_memory import pinned_bytes
 from smpkit.torch.offload.link import DONE, Event, link_for
 from smpkit.torch.offload_model.slices import Layout, Slice
 
-__all__ = ["DEADLINE_SECONDS", "Engine", "Updater"]
-
 DEADLINE_SECONDS: Final = 600.0
 """Of every wait of this thread for a copy."""
 _NO_TASK: Final = -1

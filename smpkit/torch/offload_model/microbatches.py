@@ -12,8 +12,6 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import map_tensors, tensors_in
 
-__all__ = ["is_batched", "join", "split"]
-
 
 def is_batched(tensor: Tensor) -> bool:
     """Return whether a tensor has a row for each sample; others go to each microbatch whole."""

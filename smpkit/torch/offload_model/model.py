@@ -25,8 +25,6 @@ from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.region import run_checkpointed
 
-__all__ = ["OffloadModel"]
-
 _CPU = torch.device("cpu")
 
 

@@ -22,8 +22,6 @@ from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offload_model.slices import Slice
 from smpkit.torch.optim.gradient_norm import hold_gradients
 
-__all__ = ["OffloadOptimizer"]
-
 
 @dataclass
 class _Part:

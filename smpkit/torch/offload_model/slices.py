@@ -23,8 +23,6 @@ from smpkit.plan.partition.cut import cut
 from smpkit.torch.distributed.host_memory import pinned_bytes, zeros
 from smpkit.torch.offload.link import DONE, Event, Link
 
-__all__ = ["Balance", "Layout", "Slice", "check_layers", "cut_layers", "make_slices"]
-
 Balance = Literal["params", "bytes"]
 """What slices have equal shares of."""
 _ALIGNMENT: Final = 64

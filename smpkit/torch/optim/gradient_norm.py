@@ -38,17 +38,6 @@ from smpkit.torch.placement.shards import is_tp_shard
 from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import group_of_all_gradients
 
-__all__ = [
-    "GradientHolder",
-    "clip_grad_norm_",
-    "clip_to_norm",
-    "clip_whole_models_with_torch",
-    "global_norm",
-    "gradients_of",
-    "hold_gradients",
-    "norms_of",
-]
-
 
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],

@@ -29,8 +29,6 @@ from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
 from smpkit.torch.precision.loss_scale import LossScaler, all_reduce_found_inf
 
-__all__ = ["MasterWeights"]
-
 _log = logging.getLogger("smpkit")
 
 

@@ -25,8 +25,6 @@ from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
 
-__all__ = ["BackwardWork", "mutable_alias", "run_backward"]
-
 _run_backward: Final[Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
 _PYTHON: Final[Any] = torch._C._FunctionBase

@@ -28,19 +28,6 @@ from smpkit.torch.pipeline.stage_tensor import StageTensor
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage_context import StageContext
 
-__all__ = [
-    "Arguments",
-    "Change",
-    "ValueChanges",
-    "changed_arguments",
-    "changed_through_view_error",
-    "contents_of",
-    "held_everywhere_error",
-    "unrecorded_change_error",
-    "versions_of",
-    "written_container_error",
-]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 Change = tuple[int, TensorSpec]

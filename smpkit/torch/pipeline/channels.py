@@ -51,8 +51,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["P2PChannels", "PendingReceive", "ReceivePool"]
-
 
 @dataclass(frozen=True, slots=True)
 class PendingReceive:

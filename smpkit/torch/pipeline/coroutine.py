@@ -24,8 +24,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.random_streams import RandomStreams
 
-__all__ = ["MicrobatchCoroutine"]
-
 
 class MicrobatchCoroutine:
     """The run of `body` in a thread of its own, which `suspend` interrupts and `resume` continues.

@@ -26,8 +26,6 @@ from smpkit.torch.distributed.deadline import current_failures
 from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.pipeline.stage_context import StageContext
 
-__all__ = ["CallTraces", "call_traces_of", "trace_mismatch", "watch_for_divergence"]
-
 _COMPARE_AFTER_SECONDS: Final = 2.0
 _NOTHING: Final = "nothing more"
 

@@ -43,8 +43,6 @@ from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
 from smpkit.torch.pipeline.step_plan import StepPlan, graph_of
 from smpkit.torch.pipeline.transport import MessageRecorder
 
-__all__ = ["MAX_KINDS", "MAX_OUTPUT_SPECS", "ActionRecorder", "Executor"]
-
 MAX_KINDS: Final = 256
 """Kinds of step (functions, shapes, modes) whose plans are kept."""
 MAX_OUTPUT_SPECS: Final = 1 << 14

@@ -47,8 +47,6 @@ from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
 from smpkit.torch.pipeline.units import enclosing_unit, install
 from smpkit.torch.placement.placement import pp_ranks_by_parameter
 
-__all__ = ["LayerOutputs", "record_on_fakes"]
-
 
 class LayerOutputs:
     """What layers of a model have returned for which arguments, and which of these they have changed in place.

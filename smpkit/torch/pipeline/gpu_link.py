@@ -20,8 +20,6 @@ from smpkit.torch.pipeline.host_link import HostLink, SentTensor
 from smpkit.torch.pipeline.message_order import Message, Timetable
 from smpkit.torch.pipeline.messages import LEFT, NO_GRADIENT, MessageLabel, Tag, describe_message, laid_out
 
-__all__ = ["GpuLink"]
-
 _log = logging.getLogger("smpkit")
 
 _END: Final = "the end of a step that left its schedule"

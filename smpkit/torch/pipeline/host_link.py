@@ -34,8 +34,6 @@ from smpkit.torch.pipeline.messages import (
     none_gradient_message,
 )
 
-__all__ = ["HostLink", "SentTensor"]
-
 _LAST_FIRST_TAG: Final = (1 << 30) - (1 << 28)
 """Tags of messages are smaller than those of `Tag`; a step may have 4,096 microbatches."""
 

@@ -36,8 +36,6 @@ from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.host_link import HostLink
 from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack
 
-__all__ = ["Inputs"]
-
 _COMPARED_CALLS: Final = 2
 """How many calls have their values compared: data that is sharded wrongly differs from the first on."""
 _PLAIN_TYPES: Final = NON_TENSOR_TYPES | {slice}

@@ -18,16 +18,6 @@ from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.core.tensor_spec import TensorSpec
 
-__all__ = [
-    "TRANSFERS_PER_MICROBATCH",
-    "Message",
-    "P2PTransfer",
-    "Timetable",
-    "TransferRecord",
-    "backward_timetable",
-    "timetable_of",
-]
-
 TRANSFERS_PER_MICROBATCH: Final = 1 << 15
 """How many numbers each microbatch has for its transfers: no two messages of a step share a tag."""
 

@@ -22,20 +22,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.tensor_spec import TensorSpec, as_layout
 from smpkit.torch.pipeline.message_order import Message
 
-__all__ = [
-    "LEFT",
-    "NO_GRADIENT",
-    "MessageLabel",
-    "Tag",
-    "describe_message",
-    "is_none_gradient",
-    "laid_out",
-    "none_gradient_message",
-    "pack",
-    "packed_bytes",
-    "unpack",
-]
-
 
 class Tag:
     """Tags of everything but the values and gradients of microbatches, whose tags are smaller."""

@@ -85,8 +85,6 @@ if TYPE_CHECKING:
     from smpkit.torch.core.module_call import CallWrapper
     from smpkit.torch.pipeline.stage_context import StageContext
 
-__all__ = ["Microbatch"]
-
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _OWN_USES: Final = 2
 _NoTorchFunction: Final = torch._C.DisableTorchFunction

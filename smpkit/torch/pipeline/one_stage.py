@@ -26,8 +26,6 @@ from smpkit.torch.tensor_parallel.agreement import common_seed
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
-__all__ = ["OneStage"]
-
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 
 

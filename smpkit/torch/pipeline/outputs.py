@@ -49,30 +49,6 @@ from smpkit.torch.core.tree import children, map_leaves, rebuild
 from smpkit.torch.pipeline.changes import Change
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 
-__all__ = [
-    "MISSING",
-    "AbsentObject",
-    "Call",
-    "CallKind",
-    "Collectors",
-    "Mode",
-    "OutputSpecs",
-    "active_collectors",
-    "add_collected",
-    "closed",
-    "collector_key",
-    "describe_difference",
-    "has_same_specs",
-    "infer_output",
-    "make_call",
-    "make_placeholders",
-    "opened",
-    "replicated_spec_of",
-    "returning_collected",
-    "spec_of_leaf",
-    "with_strides_of",
-]
-
 MISSING: Final[Any] = object()
 """The output spec of a new kind of call. Not None, which is what a call such as `x[0] = 1` returns."""
 

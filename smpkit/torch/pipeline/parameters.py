@@ -44,17 +44,6 @@ from smpkit.torch.placement.placement import Placement, names_by_module
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage_context import StageContext
 
-__all__ = [
-    "NonResident",
-    "SharedTensor",
-    "mark_nonresident_parameters",
-    "parameter_change_error",
-    "refuse_as_data",
-    "refuse_made_of_weights",
-    "refuse_nonresident",
-    "shared_tensors",
-]
-
 T = torch.Tensor
 _NoTorchFunction: Final = torch._C.DisableTorchFunctionSubclass
 _GETS_OR_SETS: Final = frozenset({"__get__", "__set__"})

@@ -13,6 +13,7 @@ from torch import nn
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.decide import Policy, assign_units
 from smpkit.plan.memory import ModelFacts
+from smpkit.plan.mesh import CommGroup
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
@@ -21,7 +22,7 @@ from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tensor_spec import signature
 from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import channel_group
-from smpkit.torch.distributed.objects import CommGroup, object_from
+from smpkit.torch.distributed.objects import object_from
 from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
@@ -44,8 +45,6 @@ from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
-
-__all__ = ["Pipeline"]
 
 _NUMBERS: Final = (int, float)
 """What changes from step to step (a scale of the loss, a count) and seldom decides what is called."""

@@ -31,13 +31,6 @@ from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.pipeline.parameters import refuse_as_data
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
 
-__all__ = [
-    "DRAWING",
-    "RandomStreams",
-    "call_without_operation_streams",
-    "replayed_operation_streams",
-]
-
 DRAWING: Final = frozenset(
     {
         *("dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),

@@ -23,8 +23,6 @@ from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import StageTensor
 
-__all__ = ["Results", "drop_graph", "reserve"]
-
 _WHAT: Final = "the end of the step"
 
 

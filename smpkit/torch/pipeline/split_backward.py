@@ -31,8 +31,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["WeightBackward", "backward_inputs", "watching"]
-
 _WATCHED: Final[tuple[tuple[type, str, int], ...]] = (
     (saved_tensors_hooks, "__enter__", 1),
     (saved_tensors_hooks, "__exit__", -1),

@@ -17,8 +17,6 @@ from smpkit.torch.pipeline.transport import Transport
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["NO_RANK", "StageContext"]
-
 NO_RANK: Final = -1
 """The rank of a stage that holds nothing, and stands for all ranks where a step is planned without them."""
 

@@ -21,23 +21,6 @@ from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = [
-    "DECIDING_VALUES",
-    "FROM_SHAPE",
-    "INDEXING",
-    "NUMBER_FUNCTIONS",
-    "PROPERTIES",
-    "Current",
-    "StageTensor",
-    "become_stage_tensor",
-    "changes_in_place",
-    "current_microbatch",
-    "make_stage_tensor",
-    "microbatch_between_units",
-    "refuse_foreign_graph",
-    "with_int_bounds",
-]
-
 T = torch.Tensor
 _NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 _STRIDED: Final = torch.strided

@@ -18,8 +18,6 @@ from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.torch.pipeline.message_order import Message, Timetable, TransferRecord, timetable_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["PlannedAction", "StepPlan", "graph_of", "num_ahead"]
-
 _LOOKAHEAD: Final = 2
 """For how many of the actions after the current one receives are posted."""
 _AHEAD_BYTES: Final = 1 << 20

@@ -19,8 +19,6 @@ from smpkit.torch.pipeline.gpu_link import GpuLink
 from smpkit.torch.pipeline.host_link import HostLink
 from smpkit.torch.pipeline.message_order import Message, P2PTransfer, Timetable
 
-__all__ = ["MessageRecorder", "Transport"]
-
 MessageRecorder = Callable[[str, int, int, int, int, int], object]
 """Called with `(direction, peer, num_bytes, tag, start_ns, end_ns)`.
 

@@ -43,19 +43,6 @@ from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch
 from smpkit.torch.placement.placement import names_by_module
 
-__all__ = [
-    "enclosing_unit",
-    "install",
-    "install_streams",
-    "owner_of_operation",
-    "pp_rank_of",
-    "pp_ranks_of",
-    "refuse_compiled",
-    "run_together",
-    "vmap_error",
-]
-
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")
 """Torch's errors under torch.vmap: of a module that draws random numbers, and of one whose tensors are inspected."""

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["repeated_blocks"]
-
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Return the modules that are gathered one at a time: those that a list or sequence of the model repeats.

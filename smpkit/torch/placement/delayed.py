@@ -25,19 +25,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.shards import keep_attributes_in_copies, shard_of, take_shard
 
-__all__ = [
-    "allocate",
-    "defer_load",
-    "delay_param_initialization",
-    "drop_deferred_loads",
-    "initialize",
-    "is_delayed",
-    "make_delayed",
-    "run_deferred_loads",
-    "set_delayed_value",
-    "set_initializer",
-]
-
 _DELAYED: Final = "_smpkit_delayed"
 _HALF: Final = (torch.float16, torch.bfloat16)
 _INITIALIZER: Final = "_smpkit_filler"

@@ -12,8 +12,6 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["distribute_like", "distribute_state", "full_tensor_of", "is_dtensor", "local_tensor_of"]
-
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Tell whether something is a DTensor."""

@@ -14,8 +14,6 @@ from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.shards import TpShard, shard_of
 
-__all__ = ["dtype_name", "model_facts"]
-
 
 def model_facts(model: nn.Module, costs: Sequence[UnitCost], places: Mapping[str, int]) -> ModelFacts:
     """Return the facts of a model.

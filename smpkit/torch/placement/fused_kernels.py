@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.library import Library
 
-__all__ = ["FusedKernels"]
-
 _KEYS: Final = ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMeta", "AutogradPrivateUse1")
 """Below autocast, which has chosen the dtypes then, and above the choice of a kernel."""
 

@@ -18,8 +18,6 @@ from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
 
-__all__ = ["twice_the_samples", "with_growth_of_units", "with_growth_of_values"]
-
 
 def twice_the_samples(inputs: Any, samples: int) -> Any:
     """Return the arguments of a microbatch with each sample twice: tensors with one row a sample are repeated."""

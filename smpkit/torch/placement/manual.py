@@ -14,15 +14,6 @@ from smpkit.torch.core.arguments import check_module
 from smpkit.torch.core.module_call import on_module_created
 from smpkit.torch.core.runtime import state
 
-__all__ = [
-    "ManualPlacement",
-    "inherit_partition",
-    "manual_placement",
-    "partition",
-    "planning_partitions",
-    "set_partition",
-]
-
 _partition_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """The partition that the user chose, by module."""
 

@@ -21,8 +21,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.placement.trace import TrialStep, restoring_model
 
-__all__ = ["measure_times"]
-
 _RUNS: Final = 4  # the first run warms up; of the others the fastest counts, which was disturbed least
 
 

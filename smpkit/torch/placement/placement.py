@@ -34,15 +34,6 @@ from smpkit.torch.placement.delayed import initialize
 from smpkit.torch.placement.dtensor import is_dtensor
 from smpkit.torch.placement.shards import TpShard, copy_mark_to, shard_of
 
-__all__ = [
-    "ParameterPlacement",
-    "Placement",
-    "keep_local_parameters",
-    "names_by_module",
-    "placement_of",
-    "pp_ranks_by_parameter",
-]
-
 
 def keep_local_parameters(root: nn.Module, placement: Placement, device: torch.device) -> None:
     """Move what this rank holds to its device, and free the memory of everything else."""

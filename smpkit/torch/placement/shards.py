@@ -21,21 +21,6 @@ from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 
-__all__ = [
-    "TpShard",
-    "assignment_refusal",
-    "copy_mark_to",
-    "is_tp_shard",
-    "join_shards",
-    "keep_attributes_in_copies",
-    "mark",
-    "refuse_assignment",
-    "sees_scaled_batch",
-    "shard_of",
-    "shard_range",
-    "take_shard",
-]
-
 
 @dataclass(frozen=True)
 class TpShard:

@@ -43,8 +43,6 @@ from smpkit.torch.core.tensor_spec import map_tensors, storage_of, tensors_in
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.fused_kernels import FusedKernels
 
-__all__ = ["TrialStep", "measure_units", "restoring_model", "run_fake"]
-
 _log = logging.getLogger("smpkit")
 
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from smpkit.plan.partition.units import Node, UnitTree, unit_tree
 
-__all__ = ["units_of"]
-
 _UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
 """Classes of torch that are never cut: what their parts compute depends on values."""
 

@@ -19,16 +19,6 @@ from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.shards import copy_mark_to
 
-__all__ = [
-    "MASTER_KEY",
-    "SCALER_KEY",
-    "cast_inputs",
-    "cast_model",
-    "cast_outputs",
-    "half_dtype",
-    "kept_in_float32",
-]
-
 MASTER_KEY: Final = "master"
 """Where a parameter's entry in an optimizer's state dict has its master weight, beside its moments."""
 SCALER_KEY: Final = "loss_scaler"

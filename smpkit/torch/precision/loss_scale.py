@@ -25,15 +25,6 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = [
-    "DynamicLossScaler",
-    "LossScaler",
-    "StaticLossScaler",
-    "all_reduce_found_inf",
-    "group_of_all_gradients",
-    "loss_scaler_of",
-]
-
 
 class LossScaler(Protocol):
     """A loss scale, constant or adapted to the overflows of steps."""

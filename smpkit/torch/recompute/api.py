@@ -24,14 +24,6 @@ from smpkit.torch.pipeline.units import pp_ranks_of, run_together
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint, warn_once
 from smpkit.torch.recompute.region import name_of, run_checkpointed
 
-__all__ = [
-    "check_checkpoint_ranks",
-    "checkpoint",
-    "checkpoint_sequential",
-    "cut_groups",
-    "set_activation_checkpointing",
-]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 

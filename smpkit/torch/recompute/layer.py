@@ -30,8 +30,6 @@ from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.units import pp_rank_of
 from smpkit.torch.recompute.region import name_of, run_checkpointed
 
-__all__ = ["ChosenCheckpoint", "ModuleCheckpoint", "warn_once"]
-
 _ORDINARY: Final = frozenset({torch.Tensor, *NON_TENSOR_TYPES})
 """Types of arguments that are neither stage tensors nor caches."""
 _warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()

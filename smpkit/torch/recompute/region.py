@@ -39,8 +39,6 @@ from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 from smpkit.torch.recompute.surroundings import AutocastState, Buffers, RandomState, all_modules, is_checked
 from smpkit.torch.recording.recorder import note_memory
 
-__all__ = ["checkpointing", "name_of", "recording", "run_checkpointed"]
-
 _NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = torch.device("cpu")
 _requires_grad: Final = attrgetter("requires_grad")

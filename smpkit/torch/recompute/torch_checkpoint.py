@@ -37,8 +37,6 @@ from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
 from smpkit.torch.recompute.region import checkpointing, name_of, recording
 
-__all__ = ["patch_torch_checkpoint"]
-
 _Generator = Generator[None, None, None]
 _Settings = dict[str, Any]
 """The keyword arguments of `torch.utils.checkpoint.checkpoint`, but `use_reentrant`."""

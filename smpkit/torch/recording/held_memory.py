@@ -20,8 +20,6 @@ from smpkit.observe.events import UNKNOWN, HeldBytes
 from smpkit.torch.core import devices, offloader
 from smpkit.torch.core.runtime import state
 
-__all__ = ["HELD", "Held", "HeldMemory", "MostHeld", "bytes_on_device"]
-
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 
 Held: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]

@@ -20,8 +20,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["Profiler", "profiler_of"]
-
 _log = logging.getLogger("smpkit")
 
 

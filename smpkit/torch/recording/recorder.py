@@ -56,24 +56,6 @@ from smpkit.torch.recording.held_memory import HELD, Held, HeldMemory, MostHeld,
 from smpkit.torch.recording.profiler import Profiler, profiler_of
 from smpkit.torch.recording.run_meter import STALL, WARM_UP, RunMeter, Sampling, parts_of
 
-__all__ = [
-    "EVENTS_DIR",
-    "EVENTS_STEPS",
-    "QUIET",
-    "Recorder",
-    "Timestamp",
-    "current_recorder",
-    "latest_recorder",
-    "note_memory",
-    "note_training",
-    "recorded_backward",
-    "recorded_microbatch",
-    "recorded_work",
-    "start",
-    "stop",
-    "timed_optimizer",
-]
-
 _log = logging.getLogger("smpkit")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

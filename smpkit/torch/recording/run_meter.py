@@ -17,8 +17,6 @@ from typing import Final
 
 from smpkit.observe.summary import Split
 
-__all__ = ["STALL", "WARM_UP", "RunMeter", "Sampling", "StepParts", "parts_of"]
-
 STALL: Final = "wait for the activation of "
 """How the names of those work spans begin that are stalls of offloading."""
 

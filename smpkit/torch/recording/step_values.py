@@ -23,8 +23,6 @@ from smpkit.observe.values import LOSS, Logged, ValueWriter
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 
-__all__ = ["Label", "StepValues", "current_values"]
-
 _log = logging.getLogger("smpkit")
 
 

@@ -31,9 +31,6 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects, object_from
 from smpkit.torch.tensor_parallel.module import global_shape
 
-__all__ = ["CallConsistencyCheck", "common_seed", "compare_models", "weights_of_first_rank"]
-
-
 # --- the model --------------------------------------------------------------------------------------------------------
 
 

@@ -36,20 +36,6 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = [
-    "all_to_all",
-    "copy_to_tp",
-    "gather_from_tp",
-    "gather_to_tp",
-    "is_dry_run",
-    "reduce_from_tp",
-    "reduce_scatter_from_tp",
-    "scatter_to_tp",
-    "start_all_gather",
-    "start_reduce_scatter",
-    "tp_group",
-]
-
 
 def copy_to_tp(x: torch.Tensor) -> torch.Tensor:
     """Return a value that all ranks have, for computations that differ by rank: their gradients add up."""

@@ -28,8 +28,6 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.layouts import Layout
 
-__all__ = ["ParallelDropout", "random_number", "seed_with_common_number", "tp_rng"]
-
 _KEY: Final = mix(0, 0)
 """The key under which the generator goes on after a common number: streams of the pipeline have CRCs of names."""
 

@@ -22,8 +22,6 @@ from smpkit.torch.tensor_parallel.layouts import (
 from smpkit.torch.tensor_parallel.linear import unshard_features
 from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
 
-__all__ = ["DistributedEmbedding", "VocabularyParallelEmbedding", "look_up_rows", "own_row"]
-
 
 class _Embedding(DistributedModule):
     """nn.Embedding's arguments and initialisation, for both ways of dividing the table."""

@@ -36,19 +36,6 @@ from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.shards import TpShard, is_tp_shard, mark, take_shard
 from smpkit.torch.tensor_parallel import collectives
 
-__all__ = [
-    "Layout",
-    "check_divisible",
-    "default_layout",
-    "divide_parameter",
-    "enter_region",
-    "gather_indices",
-    "leave_region",
-    "mark_replicated",
-    "new_shard_parameter",
-    "stack_layout",
-]
-
 
 class Layout(Enum):
     """The part that a tensor-parallel rank holds of the values between distributed modules: the first table above."""

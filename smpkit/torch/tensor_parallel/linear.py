@@ -33,15 +33,6 @@ from smpkit.torch.tensor_parallel.layouts import (
 )
 from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
 
-__all__ = [
-    "ColumnParallelLinear",
-    "DistributedLinear",
-    "RowParallelLinear",
-    "shard_features",
-    "sum_shares",
-    "unshard_features",
-]
-
 
 class _Linear(DistributedModule):
     """What the linear layers share: a weight (out, in), perhaps a bias, and nn.Linear's initialisation.

@@ -32,8 +32,6 @@ from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.layouts import Layout, default_layout, gather_indices
 from smpkit.torch.tensor_parallel.linear import unshard_features
 
-__all__ = ["causal_loss", "cross_entropy", "gather_logits", "with_lazy_logits"]
-
 
 def cross_entropy(
     logits: torch.Tensor,

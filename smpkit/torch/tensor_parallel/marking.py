@@ -19,8 +19,6 @@ from smpkit.torch.core.module_call import on_module_created
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.delayed import delay_param_initialization
 
-__all__ = ["Marking", "loaded_modules", "marking_of", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
-
 _ATTRIBUTE: Final = "_smp_tensor_parallelism"
 _LOADED: Final = "_smp_weights_were_loaded"
 

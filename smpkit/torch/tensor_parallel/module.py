@@ -13,8 +13,6 @@ from smpkit.torch.placement.delayed import is_delayed, set_delayed_value
 from smpkit.torch.placement.shards import assignment_refusal, shard_of, take_shard
 from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 
-__all__ = ["DistributedModule", "global_shape", "initialize_shard", "load_shard", "named_tensors"]
-
 
 class DistributedModule(nn.Module):
     """A module that the ranks of a tensor-parallel group hold and compute together (the class of that name in SMP v1).

@@ -45,8 +45,6 @@ from smpkit.torch.tensor_parallel.linear import sum_shares
 from smpkit.torch.tensor_parallel.marking import marking_of
 from smpkit.torch.tensor_parallel.plan_vocabulary import are_tied, divide_vocabulary, in_forward
 
-__all__ = ["apply_tp_plan", "has_tp_plan"]
-
 _log = logging.getLogger("smpkit")
 
 

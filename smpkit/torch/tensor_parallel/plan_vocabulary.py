@@ -23,8 +23,6 @@ from smpkit.torch.tensor_parallel.embedding import look_up_rows, own_row
 from smpkit.torch.tensor_parallel.layouts import Layout, default_layout, divide_parameter, enter_region
 from smpkit.torch.tensor_parallel.loss import causal_loss, gather_logits, with_lazy_logits
 
-__all__ = ["are_tied", "divide_vocabulary", "in_forward"]
-
 
 class _InForward(threading.local):
     """What is so in the forward that this thread is in.

@@ -20,21 +20,6 @@ from smpkit.torch.core.arguments import check_callable
 from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding
 from smpkit.torch.tensor_parallel.linear import DistributedLinear
 
-__all__ = [
-    "CallArguments",
-    "ReplacementRule",
-    "TensorOrFactory",
-    "Translation",
-    "argument_names",
-    "arguments_of",
-    "qualified_name",
-    "register",
-    "rule_for",
-    "tp_register",
-    "tp_register_with_module",
-    "with_overrides",
-]
-
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one call."""
 

@@ -42,14 +42,6 @@ from smpkit.torch.tensor_parallel.registry import (
     with_overrides,
 )
 
-__all__ = [
-    "applied_rule_of",
-    "distribute",
-    "distribute_without_weights",
-    "refuse_replaced_parameters",
-    "replacement_stubs",
-]
-
 
 def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: bool | None = None) -> nn.Module:
     """Replace what is marked in a model and return the model: another object only if it was replaced as a whole.

@@ -25,16 +25,6 @@ from smpkit.torch.placement.shards import TpShard, join_shards, shard_of, take_s
 from smpkit.torch.tensor_parallel.registry import ReplacementRule, TensorOrFactory, Translation
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 
-__all__ = [
-    "join_pieces",
-    "join_state",
-    "replaced_modules",
-    "shard_state",
-    "shards_in",
-    "with_distributed_names",
-    "with_original_names",
-]
-
 
 def shards_in(root: nn.Module) -> dict[str, TpShard]:
     """Return the marks of the divided parameters and buffers of a model, by their names in its state dict."""

@@ -16,19 +16,6 @@ from smpkit.testing import simulated_device
 from smpkit.torch.offload import arena, link
 from smpkit.torch.offload_model import optimizer
 
-__all__ = [
-    "DEVICE",
-    "SCENARIOS",
-    "WIDTH",
-    "Scenario",
-    "add",
-    "assert_same",
-    "present_order",
-    "rows",
-    "run_scenario",
-    "slow_updates",
-]
-
 DEVICE = "sim:0"
 WIDTH = 16
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["DRIVER", "Browser"]
-
 DRIVER: Final = shutil.which("chromedriver")
 _SECONDS: Final = 30
 _READY: Final = "document.documentElement.dataset.ready === 'yes'"

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import folder as folder_module
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 WIDTH = 32
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import agreement, save
 from smpkit.torch.checkpoints import folder as checkpoint_files
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 MOMENTS: list[tuple[Any, str]] = [
     (checkpoint_files, "fsync_write"),

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.data_parallel.reducer import Bucket, ReduceTarget, plan_buckets
 from tests.models import MODELS, Case
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.train import Trace, Training, Way, batch, same, trace_of, training, world
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.placement.shards import TpShard, mark
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 TP = 2
 

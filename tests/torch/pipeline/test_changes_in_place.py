@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
+from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.train import Way, run, same
 
 SHORT: dict[str, Any] = {"microbatches": 2, "batches": (4, 4)}

@@ -20,6 +20,7 @@ import torch
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of
@@ -28,7 +29,7 @@ from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.message_order import Message, P2PTransfer, Timetable
 from smpkit.torch.pipeline.transport import Transport
 from tests.models import CASES, MODELS, Case
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.torch.pipeline.test_rerecorded import SKIPPING, WAYS
 from tests.torch.steps import on_ranks
 from tests.train import Trace, Way, same, train, train_with_sleeps

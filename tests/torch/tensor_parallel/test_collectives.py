@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import smpkit.torch as smp
 from benchmarks.tensor_parallel.counted import counted
 from smpkit.errors import ConfigError, UsageError
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core import devices
 from smpkit.torch.tensor_parallel import collectives as c
 from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout, enter_region
 from smpkit.torch.tensor_parallel.loss import _own_labels
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.torch.steps import train_step
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]

@@ -15,8 +15,6 @@ from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransform
 from smpkit.torch.tensor_parallel.layouts import Layout
 from smpkit.torch.tensor_parallel.loss import gather_logits, with_lazy_logits
 
-__all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "refuse_others"]
-
 
 class HuggingFaceLMHead(DistributedTransformerLMHead):
     """A language model that returns what Hugging Face's return: `output["loss"]`, `output["logits"]`.

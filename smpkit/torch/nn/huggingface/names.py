@@ -18,8 +18,6 @@ from torch import nn
 
 from smpkit.torch.tensor_parallel.registry import TensorOrFactory, Translation
 
-__all__ = ["Layers", "Names", "names_of_tensors", "rename", "translation", "transposed"]
-
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)\.")
 _MASKS: Final = (".attn.bias", ".attn.masked_bias", ".attn.attention.bias", ".attn.attention.masked_bias")
 """Ends of the names of causal masks, which state dicts of older releases of transformers hold."""

@@ -34,8 +34,6 @@ from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, gather
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
-__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "additive_mask", "gather_mask", "unpack_tuple"]
-
 
 class DistributedAttentionLayer(DistributedModule):
     """Attention with dropout, residual and layer norm, its heads divided (the class of that name in SMP v1).

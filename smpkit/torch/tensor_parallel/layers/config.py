@@ -17,8 +17,6 @@ from torch.nn import functional
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.torch.core.arguments import check_probability, check_sizes
 
-__all__ = ["OPTIONS", "LayerOptions", "TransformerConfig", "activation_of", "config_of"]
-
 
 @dataclass(frozen=True)
 class LayerOptions:

@@ -30,8 +30,6 @@ from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear
 from smpkit.torch.tensor_parallel.loss import causal_loss, gather_logits
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
-__all__ = ["DistributedTransformerLMHead", "ReplicatedEmbedding"]
-
 Inputs = tuple[torch.Tensor | None, ...]
 
 

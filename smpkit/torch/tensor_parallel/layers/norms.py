@@ -8,8 +8,6 @@ from torch import nn
 from smpkit.torch.tensor_parallel.layers.config import TransformerConfig
 from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated
 
-__all__ = ["FusedLayerNorm", "optional_layernorm"]
-
 
 class FusedLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` (the class of that name in SMP v1: torch's own kernel is fused today).

@@ -34,12 +34,6 @@ from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, enter_
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sum_shares
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
-__all__ = [
-    "DistributedTransformer",
-    "DistributedTransformerLayer",
-    "DistributedTransformerOutputLayer",
-]
-
 LayerInputs = tuple[torch.Tensor | None, ...]
 
 
