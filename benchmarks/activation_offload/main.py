@@ -27,9 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--tokens", type=int, nargs="+", default=[8 << 10, 16 << 10, 32 << 10], help="of `training`")
     chosen = options.parse_args(arguments)
     parts: dict[str, Any] = {
-        "bytes": contestants.rows,
+        # First: autograd takes no device that is registered after the first backward of a process.
         "simulated": simulated.stage_rows,
         "policies": simulated.policy_rows,
+        "bytes": contestants.rows,
         "training": partial(training.rows, [32] if chosen.quick else chosen.tokens),
     }
     if unknown := sorted(set(chosen.parts) - parts.keys()):

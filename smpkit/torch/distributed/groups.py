@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from itertools import chain
 from typing import Final
 
 import torch
@@ -48,7 +49,8 @@ class Groups:
         """Backend of the groups made from now on; None: that of the default group."""
         self._of_all: dict[str, dist.ProcessGroup] = {}
         """Further groups of all ranks, over gloo, by what they are for."""
-        self._channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._for_messages: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        """By the ranks of a pipeline; see `for_messages`."""
         self._padding_groups: list[dist.ProcessGroup] = []
         """Groups of this rank alone, see `_align_group_counts`."""
 
@@ -93,14 +95,16 @@ class Groups:
         self._make(ranks, "shared parameters", mine=True, all_ranks=False)
         return self._by_ranks[ranks]
 
-    def channels(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-        """Return a group of its own for messages of a pipeline of some ranks; all of them call this."""
-        if ranks not in self._channels:
+    def for_messages(self, ranks: tuple[int, ...], backend: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return groups for the messages of a pipeline, to higher ranks and to lower ones; all its ranks call this."""
+        if ranks not in self._for_messages:
             with _without_bound_device():
-                self._channels[ranks] = _checked(
-                    self._new(ranks, "channels", backend, options=backends.channel_options(backend, self._timeout))
+                up, down = (
+                    _checked(self._new(ranks, name, backend, options=backends.message_options(backend, self._timeout)))
+                    for name in ("messages up", "messages down")
                 )
-        return self._channels[ranks]
+            self._for_messages[ranks] = up, down
+        return self._for_messages[ranks]
 
     def warm_up(self, groups: Mapping[CommGroup, dist.ProcessGroup], device: torch.device) -> None:
         """Connect the devices now; all ranks call this.
@@ -151,7 +155,7 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
         groups = [
-            *(*self._by_ranks.values(), *self._channels.values()),
+            *(*self._by_ranks.values(), *chain.from_iterable(self._for_messages.values())),
             *(*self._padding_groups, *self._of_all.values()),
         ]
         world = dist.group.WORLD

@@ -101,10 +101,10 @@ def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _world.groups.for_ranks(ranks)
 
 
-def channel_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of a pipeline's channels, between GPUs if its ranks have any."""
+def message_groups(ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of a pipeline's messages, between GPUs if its ranks have any: to higher ranks, and to lower."""
     assert _world is not None, "smp.init() has been called"
-    return _world.groups.channels(ranks, backends.backend_for(state.device) or backends.GLOO)
+    return _world.groups.for_messages(ranks, backends.backend_for(state.device) or backends.GLOO)
 
 
 def shared_store(name: str) -> Store:

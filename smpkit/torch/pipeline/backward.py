@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
 

@@ -33,7 +33,6 @@ from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.warn import script_line, warn_user
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
-from smpkit.torch.pipeline.message_order import backward_timetable
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.results import Results, drop_graph, reserve
@@ -213,18 +212,13 @@ class _Step:
 
     def run_in_program_order(self) -> None:
         """Run all forwards, then all backwards, microbatch after microbatch."""
-        transport = self.stage.transport
-        transport.follow(None)  # messages on channels go in program order, too
         for index in range(len(self.microbatches)):
             self.run_forward(index)
-        transfers = {each.index: each.transfers for each in self.microbatches if each.has_backward}
-        transport.follow(lambda: backward_timetable(transfers, self.stage.rank))
         for microbatch in self.microbatches:
             self._finish_backward(microbatch)
 
     def run_plan(self, plan: StepPlan) -> None:
         """Run this rank's actions, and start the receives that each of them posts."""
-        self.stage.transport.follow(lambda: plan.timetable, over=self.outputs)
         self._offloader.follow(plan.schedule.actions[plan.rank])
         for microbatch in self.microbatches:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward

@@ -38,7 +38,7 @@ from smpkit.torch.core.tensor_spec import (
 from smpkit.torch.core.tree import children
 from smpkit.torch.pipeline.backward import mutable_alias
 from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
-from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.outputs import Call, CallKind, opened
 from smpkit.torch.pipeline.random_streams import RandomStreams

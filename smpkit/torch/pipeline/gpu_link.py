@@ -1,243 +1,180 @@
-"""Send values and gradients between the GPUs of one pipeline's ranks, over nccl, in one order that all ranks follow.
+"""Send values and gradients between the GPUs of one pipeline's ranks, over nccl.
 
-`channels.py` says why they need one order and headers, and how all ranks leave it where it ends.
+nccl has no tags: in one direction between two ranks it pairs sends and receives in the order in which they begin.
+
+[Note: headers] When a send has begun, a header travels between the hosts, over gloo, with the message's tag and its
+length. A rank that needs a message reads the headers of its sender, in their order, and begins a receive for each,
+until its own is there. So sends and receives pair up whatever order the schedule has, no kernel spins for a rank that
+is late or dead, and all waiting for other ranks is waiting for headers, which has a deadline and knows the rank that it
+waits for. What a header can say needs no message, such as that there is no gradient.
+
+[Note: two groups] Messages to higher ranks travel in one group, those to lower ranks in another: each direction between
+two ranks has a communicator and a stream of its own. A send waits on its GPU for compute, for the sends before it in
+the same direction, and for its receive. A receive waits for nothing but those before it. So whatever an operation waits
+for was begun earlier on some host, and there is no circle, as long as kernels of several streams run side by side
+(`backends.refuse_one_queue`). Nothing here holds if a host waits for its whole GPU in the middle of a step: a send that
+is pending there may need a receive that another rank begins only after a later message of this one.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
+from smpkit.torch.core.devices import backends
 from smpkit.torch.core.tensor_spec import version_of
-from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
+from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.pipeline.host_link import HostLink, SentTensor
-from smpkit.torch.pipeline.message_order import Message, Timetable
-from smpkit.torch.pipeline.messages import LEFT, NO_GRADIENT, MessageLabel, Tag, describe_message, laid_out
+from smpkit.torch.pipeline.messages import Message, Tag, describe_message, laid_out
 
-_log = logging.getLogger("smpkit")
+_END: Final = -1
+"""In a header, instead of a tag: nothing more comes from this rank in this step."""
+_NO_GRADIENT: Final = -1
+"""In a header, instead of a number of bytes: the gradient is None. (Values without elements always have a gradient.)"""
 
-_END: Final = "the end of a step that left its schedule"
+_Arrival = tuple[dist.Work, torch.Tensor]
+"""A receive that has begun, and the bytes that it writes to."""
 
 
 class GpuLink:
     """One rank's GPU, connected with those of others.
 
     Args:
-        channels: to the other GPUs.
+        up: a group of the pipeline's ranks for messages to higher ranks; nothing else travels in it.
+        down: another one, for those to lower ranks.
         hosts: brings the headers of messages.
         rank: this pp_rank.
         device: this rank's.
     """
 
-    def __init__(self, channels: P2PChannels, hosts: HostLink, rank: int, device: torch.device) -> None:
-        self.channels = channels
+    def __init__(
+        self, up: dist.ProcessGroup, down: dist.ProcessGroup, hosts: HostLink, rank: int, device: torch.device
+    ) -> None:
+        backends.refuse_one_queue(device)
+        self._up, self._down = up, down
         self._hosts = hosts
         self._rank = rank
         self._device = device
-        self._is_in_use = False
-        """Whether a step runs in which messages take channels."""
-        self._has_left = False
-        """Whether this rank sends nothing more on them in this step."""
-        self._peers_left: set[int] = set()
-        """Ranks that have announced the same."""
-        self._positions: dict[int, int] | None = None
-        """By tag, a message's position in this rank's timetable; None: messages take channels in the order of sends."""
-        self._expected: deque[Message] = deque()
-        """Receives that have not begun, in the order of the timetable."""
-        self._begun: dict[int, tuple[int, PendingReceive] | None] = {}
-        """By tag, receives that have begun, each with its number; None where the header says it all."""
-        self._sent: deque[tuple[int, SentTensor]] = deque()
-        """What was sent, each with its number."""
-        self._num_begun = 0
-        """How many sends and receives have begun; on the GPU they run one after the other."""
+        self._peers: set[int] = set()
+        # The memory of messages belongs to this stream: on the one that computes, a receive would have to wait for all
+        # compute that was queued before it, which may still use that memory.
+        self._stream = devices.new_stream(device, high_priority=True)
+        self._arrivals: dict[int, _Arrival | None] = {}
+        """By tag, messages whose header has come and that nobody has taken; None where the header says it all."""
+        self._sent: list[SentTensor] = []
 
-    def follow(self, timetable: Timetable | None, over: Collection[int] = ()) -> None:
-        """Let messages take channels from now on to the end of the step; all ranks call this alike.
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of the pipeline's ranks; all its ranks call this alike.
 
-        Args:
-            timetable: what this rank sends and receives. None: messages take channels in the order of the calls, which
-                is that of the program on all ranks.
-            over: microbatches whose forward is over.
+        Raises:
+            DeadlineError: another rank did not come.
+            RemoteError: another rank failed.
         """
-        if not self.channels.peers:
-            return
-        if not self._is_in_use:
-            self._is_in_use, self._has_left = True, False
-            self._peers_left.clear()
-            if timetable is not None:
-                self.channels.begin_step(timetable.blocks)
-        self._positions = None
-        self._expected.clear()
-        if timetable is None:
-            return
-        self._positions = {}
-        for message in timetable.messages:
-            is_received = message.receiver == self._rank
-            peer = message.sender if is_received else message.receiver
-            if (message.microbatch in over and not message.backward) or not self.channels.is_connected_to(peer):
+        # nccl makes a communicator for each pair at its first message, and both ranks wait for it. So connect all pairs
+        # now, in an order that is the same on all ranks: at the first messages of a step, a rank could wait for one
+        # peer, which waits for another, which waits for the first.
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs}):
+            if self._rank not in pair or (peer := sum(pair) - self._rank) in self._peers:
                 continue
-            self._positions[self._hosts.tag_of(message)] = len(self._positions)
-            if is_received and not self._has_left:
-                self._expected.append(message)
+            with waiting("the connection of the GPUs", [self._hosts.ranks[peer]]):
+                for sends in (self._rank < peer, self._rank > peer):
+                    if sends:
+                        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                        self._group(self._rank, peer).send([byte], peer, 0).wait()
+                    else:
+                        _take(self._begin_receive(1, peer))
+            self._peers.add(peer)
 
-    def leave(self) -> None:
-        """Send the rest of the step through the hosts: it has diverged from the timetable.
+    def reaches(self, peer: int) -> bool:
+        """Return whether messages to and from a rank travel here."""
+        return peer in self._peers
 
-        All ranks do so when one does. Returns when receives have begun of all that the others sent before they left, so
-        that no nccl kernel stays without its partner.
-        """
-        if not self._is_in_use or self._has_left:
-            return
-        self._has_left = True
-        for peer in self.channels.peers:
-            self._hosts.send_bytes(torch.tensor([LEFT, 0], device="cpu"), peer, Tag.HEADERS, _END)
-        while (source := self._next_source()) is not None:
-            self._read_next(source)
-
-    def send(self, tensor: torch.Tensor | None, message: Message) -> bool:
-        """Send a value or gradient, None as a header alone; return False if it has to go through the hosts.
-
-        All receives that come before it begin first.
-        """
-        target, tag = message.receiver, self._hosts.tag_of(message)
-        if not self._carries(target, tag):
-            return False
-        if self._positions is not None:
-            self._begin_receives_until(self._positions[tag])
-        if self._has_left:  # one of those headers has announced that a peer has left
-            return False
-        num_bytes = NO_GRADIENT if tensor is None else tensor.nbytes
-        self._hosts.send_bytes(torch.tensor([tag, num_bytes], device="cpu"), target, Tag.HEADERS, message)
+    def send(self, tensor: torch.Tensor | None, message: Message) -> None:
+        """Send a value or gradient, None as a header alone."""
+        target = message.receiver
+        num_bytes = _NO_GRADIENT if tensor is None else tensor.nbytes
         if tensor is not None and num_bytes:
+            self._sent = [sent for sent in self._sent if not sent.has_arrived()]
+            # As bytes, since the receiver may not know the dtype yet. A lazy conjugate or negative has other bytes than
+            # its values.
+            data = tensor.contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
             self._hosts.num_messages += 1
             self._hosts.num_bytes += num_bytes
-            work, data = self.channels.send(tensor.contiguous(), target)
-            self._num_begun += 1
-            self._sent.append((self._num_begun, SentTensor(work, data, version_of(data), target, message)))
-        return True
+            work = self._group(self._rank, target).send([data], target, 0)
+            self._sent.append(SentTensor(work, data, version_of(data), target, message))
+        header = torch.tensor([self._hosts.tag_of(message), num_bytes], device="cpu")
+        self._hosts.send_bytes(header, target, Tag.HEADERS, message)
 
-    def expects(self, message: Message) -> bool:
-        """Return whether a message comes on a channel, as far as is known."""
-        tag = self._hosts.tag_of(message)
-        return tag in self._begun or (self._carries(message.sender, tag) and message.sender not in self._peers_left)
-
-    def begin_receive(self, message: Message) -> bool:
-        """Begin receives up to this message; return False if it comes through the hosts."""
-        tag = self._hosts.tag_of(message)
-        if tag not in self._begun and self.expects(message):
-            if self._positions is not None:
-                self._begin_receives_until(self._positions[tag] + 1)
-            else:
-                self._expected.append(message)
-                self._begin_next_receive()
-        return tag in self._begun
-
-    def take(self, message: Message, *, awaits_data: bool) -> torch.Tensor | None:
-        """Return the value or gradient of a receive that has begun.
+    def receive(self, message: Message, *, awaits_data: bool) -> torch.Tensor | None:
+        """Return a value or gradient.
 
         Args:
             awaits_data: whether to wait until it is on the GPU, so that waits can be timed apart from compute.
         """
-        spec, begun = message.transfer.spec, self._begun.pop(self._hosts.tag_of(message))
-        if begun is None:
+        spec, tag = message.transfer.spec, self._hosts.tag_of(message)
+        while tag not in self._arrivals:
+            if not self._read_header(message.sender, message):
+                raise UsageError(
+                    f"pipeline rank {message.sender} has ended the step and not sent {describe_message(message)}",
+                    hint="the ranks of a pipeline run the same step, with the same configuration",
+                )
+        arrival = self._arrivals.pop(tag)
+        if arrival is None:
             if spec.num_bytes:
                 return None
             return laid_out(torch.empty(spec.shape, dtype=spec.dtype, device=self._device), spec)
-        number, pending = begun
-        value = self.channels.received(pending).view(spec.dtype).view(spec.shape)
-        # The current stream has waited for it, and so for all messages before it.
-        while self._sent and self._sent[0][0] < number:
-            self._release_next()
+        data = _take(arrival)
         if awaits_data:
             devices.wait_for_stream(self._device)
-        return laid_out(value.detach(), spec)
+        return laid_out(data.view(spec.dtype).view(spec.shape).detach(), spec)
 
     def end_step(self) -> None:
-        """Wait until everything that was sent has arrived; what follows goes through the hosts."""
-        # Messages that nobody has taken must be received all the same: their senders wait for it.
-        while self._is_in_use and self._expected:
-            self._begin_next_receive()
+        """Wait until everything that was sent has arrived."""
+        for peer in sorted(self._peers):
+            self._hosts.send_bytes(torch.tensor([_END, 0], device="cpu"), peer, Tag.HEADERS, _end_of(peer))
+        # A microbatch that took another way than the recorded one leaves messages that nobody needs; receive them, too.
+        for peer in sorted(self._peers):
+            while self._read_header(peer, _end_of(peer)):
+                pass
         self._hosts.flush()  # whoever has taken a header has begun to receive
-        while self._sent:
-            self._release_next()
-        for begun in self._begun.values():
-            if begun is not None:
-                self.channels.discard(begun[1])
-        self._begun.clear()
-        self._is_in_use = False
-        if count := self.channels.pool.num_unplanned:
-            self.channels.pool.num_unplanned = 0
-            _log.debug("For %s messages of a step, memory was allocated while it ran.", count)
+        for sent in self._sent:
+            sent.work.wait()
+            sent.refuse_change()
+        self._sent.clear()
+        for arrival in self._arrivals.values():
+            if arrival is not None:
+                _take(arrival)
+        self._arrivals.clear()
 
-    def _carries(self, peer: int, tag: int) -> bool:
-        """Return whether a message to or from a rank travels on a channel, unless the two ranks have left them."""
-        if not self._is_in_use or not self.channels.is_connected_to(peer):
-            return False
-        return self._positions is None or tag in self._positions
+    def _group(self, source: int, target: int) -> dist.ProcessGroup:
+        return self._up if source < target else self._down
 
-    def _release_next(self) -> None:
-        """Let go of the oldest send."""
-        _, sent = self._sent.popleft()
-        sent.work.wait()
-        sent.refuse_change()
-
-    # --- headers -------------------------------------------------------------------------------------------------
-
-    def _begin_receives_until(self, position: int) -> None:
-        """Begin all receives before a position of the timetable."""
-        assert self._positions is not None, "there is a timetable"
-        while self._expected and self._positions[self._hosts.tag_of(self._expected[0])] < position:
-            self._begin_next_receive()
-
-    def _begin_next_receive(self) -> None:
-        """Wait for the header of the next message, and begin to receive what it announces."""
-        message = self._expected.popleft()
-        source, tag = message.sender, self._hosts.tag_of(message)
-        if source in self._peers_left:
-            return
-        announced, num_bytes = self._receive_header(source, message)
-        if announced == LEFT:
-            self._peers_left.add(source)
-            self.leave()
-        elif announced == tag:
-            self._begun[tag] = None
-            if num_bytes > 0:
-                self._num_begun += 1
-                self._begun[tag] = self._num_begun, self.channels.receive(num_bytes, source)
-        else:
-            raise UsageError(
-                f"pipeline rank {source} has sent message {announced} where {describe_message(message)} was due"
-                f" ({tag})",
-                hint="the ranks of a pipeline run the same step, with the same configuration",
-            )
-
-    def _receive_header(self, source: int, what: MessageLabel) -> tuple[int, int]:
-        """Wait for the next header of a rank; return which message it announces and how many bytes that has."""
+    def _read_header(self, source: int, what: Message | str) -> bool:
+        """Begin the next receive from a rank; return False if nothing more comes from it in this step."""
         tag, num_bytes = self._hosts.receive_bytes(16, source, Tag.HEADERS, what).view(torch.int64).tolist()
-        return tag, num_bytes
+        if tag == _END:
+            return False
+        self._arrivals[tag] = self._begin_receive(num_bytes, source) if num_bytes > 0 else None
+        return True
 
-    def _next_source(self) -> int | None:
-        """Return whose header is next; None if all ranks have left."""
-        while self._expected and self._expected[0].sender in self._peers_left:
-            self._expected.popleft()
-        if self._expected:
-            return self._expected[0].sender
-        return next((peer for peer in self.channels.peers if peer not in self._peers_left), None)
+    def _begin_receive(self, num_bytes: int, source: int) -> _Arrival:
+        with devices.on_stream(self._stream):
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return self._group(source, self._rank).recv([data], source, 0), data
 
-    def _read_next(self, source: int) -> None:
-        if self._expected:
-            self._begin_next_receive()
-            return
-        announced, _ = self._receive_header(source, _END)
-        if announced != LEFT:
-            raise UsageError(
-                f"pipeline rank {source} has sent message {announced} after all that was due",
-                hint="the ranks of a pipeline run the same step, with the same configuration",
-            )
-        self._peers_left.add(source)
+
+def _take(arrival: _Arrival) -> torch.Tensor:
+    """Let the current stream wait for a message, and return its bytes."""
+    work, data = arrival
+    work.wait()  # with a timeout as argument, nccl would block the host
+    devices.used_here(data)
+    return data
+
+
+def _end_of(peer: int) -> str:
+    return f"the end of the step on pipeline rank {peer}"

@@ -24,8 +24,9 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.tree import pickled
 from smpkit.torch.distributed.deadline import explain_error
-from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, Message
 from smpkit.torch.pipeline.messages import (
+    TRANSFERS_PER_MICROBATCH,
+    Message,
     MessageLabel,
     Tag,
     describe_message,
@@ -46,6 +47,13 @@ class SentTensor(NamedTuple):
     version: int
     target: int
     what: MessageLabel
+
+    def has_arrived(self) -> bool:
+        """Return whether it is known to have arrived: gloo cannot be asked."""
+        if self.work.is_completed():
+            self.refuse_change()
+            return True
+        return False
 
     def refuse_change(self) -> None:
         """Raise if the tensor has been changed since it was sent."""

@@ -1,4 +1,6 @@
-"""Messages between the ranks of a pipeline: their tags, their labels in errors, and their bytes.
+"""Messages between the ranks of a pipeline: what travels, their tags, their labels in errors, and their bytes.
+
+All microbatches of a kind make the same transfers, which the first one records (`TransferRecord`).
 
 Three kinds of bytes travel: a value or gradient as it lies in memory; several tensors packed into one block (`pack`);
 and the `None` gradient, a reserved NaN.
@@ -14,13 +16,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import c_uint16, c_uint32, c_uint64
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from smpkit.torch.core import devices
 from smpkit.torch.core.tensor_spec import TensorSpec, as_layout
-from smpkit.torch.pipeline.message_order import Message
+
+TRANSFERS_PER_MICROBATCH: Final = 1 << 15
+"""How many numbers each microbatch has for its transfers: no two messages of a step share a tag."""
+
+
+@dataclass(frozen=True)
+class P2PTransfer:
+    """A value that one rank sends to another, once; `number` counts those of a microbatch, alike on all ranks."""
+
+    number: int
+    source: int
+    target: int
+    source_segment: int
+    target_segment: int
+    spec: TensorSpec
+    consumer: str = ""
+    """What needed the value: a unit or an operation."""
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """The transfers of the first microbatch of a kind, which the schedule and later microbatches follow."""
+
+    transfers: tuple[P2PTransfer, ...]
+    changed: frozenset[int]
+    """Numbers of transfers from this rank whose value was changed in place after the send: they are sent as copies."""
+
+
+class Message:
+    """A value, or its gradient (`backward`), that travels once in a step."""
+
+    __slots__ = ("backward", "microbatch", "number", "transfer")
+
+    def __init__(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> None:
+        self.microbatch, self.transfer, self.backward = microbatch, transfer, backward
+        self.number = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
+        """Its own among the messages of a step; that of a gradient follows that of the value."""
+
+    @property
+    def sender(self) -> int:
+        return self.transfer.target if self.backward else self.transfer.source
+
+    @property
+    def receiver(self) -> int:
+        return self.transfer.source if self.backward else self.transfer.target
 
 
 class Tag:
@@ -36,17 +83,11 @@ class Tag:
     CHECKSUMS: Final = OBJECT + 7
     OUTPUTS: Final = OBJECT + 8
     HEADERS: Final = OBJECT + 9
-    """Of messages on channels."""
+    """Of messages between GPUs."""
 
 
 MessageLabel = str | Message
 """What a message is, for errors."""
-
-NO_GRADIENT: Final = -1
-"""In a header, instead of a number of bytes: the gradient is None. (Values without elements always have a gradient.)"""
-
-LEFT: Final = -2
-"""In a header, instead of a tag: nothing more comes from this rank in this step."""
 
 _HOST: Final = torch.device("cpu")
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -50,7 +50,7 @@ from smpkit.torch.pipeline.changes import (
     versions_of,
     written_container_error,
 )
-from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.outputs import (
     MISSING,
     Call,
@@ -583,7 +583,6 @@ class Microbatch:
 
     def _leave_record(self, how: str, line: ScriptLine | None) -> None:
         self.diverged, self.departure = True, (how, line)
-        self.stage.transport.leave_channels()
 
     def end_forward(self, output: Any) -> None:
         """Note that the code of this microbatch has run to its end, and what it has returned."""

@@ -21,9 +21,8 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tensor_spec import signature
 from smpkit.torch.distributed.deadline import report_failure
-from smpkit.torch.distributed.init import channel_group
+from smpkit.torch.distributed.init import message_groups
 from smpkit.torch.distributed.objects import object_from
-from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.inputs import Inputs
@@ -83,10 +82,8 @@ class Pipeline:
         self._on_placement = on_placement
         self._measures_times = measures_times
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
-        channels = (
-            P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, device) if connects(group, device) else None
-        )
-        self._transport = Transport(group, ranks, device, channels)
+        between_gpus = message_groups(tuple(ranks)) if connects(group, device) else None
+        self._transport = Transport(group, ranks, device, between_gpus)
         self._executor: Executor | None = None
         self._parameters: list[nn.Parameter] = []
         self._shared: list[SharedTensor] = []

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.torch.pipeline.message_order import Message, Timetable, TransferRecord, timetable_of
+from smpkit.torch.pipeline.messages import Message, TransferRecord
 from smpkit.torch.pipeline.microbatch import Microbatch
 
 _LOOKAHEAD: Final = 2
@@ -70,11 +69,6 @@ class StepPlan:
     def has_revisits(self) -> bool:
         """Whether some rank is visited more than once: then microbatches must be able to wait for one another."""
         return max(self.schedule.graph.counts) > 1
-
-    @cached_property
-    def timetable(self) -> Timetable:
-        """What this rank sends and receives, in the order that all ranks follow."""
-        return timetable_of(self.schedule, self.record.transfers, self.rank)
 
 
 def _planned(

@@ -7,17 +7,16 @@ other messages do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from smpkit.torch.core.tensor_spec import permute_to_memory
-from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.gpu_link import GpuLink
 from smpkit.torch.pipeline.host_link import HostLink
-from smpkit.torch.pipeline.message_order import Message, P2PTransfer, Timetable
+from smpkit.torch.pipeline.messages import Message, P2PTransfer
 
 MessageRecorder = Callable[[str, int, int, int, int, int], object]
 """Called with `(direction, peer, num_bytes, tag, start_ns, end_ns)`.
@@ -38,22 +37,27 @@ class Transport:
         group: the pipeline's ranks (PP_GROUP), for CPU tensors.
         ranks: their global ranks, for messages.
         device: where values live.
-        channels: NCCL channels from GPU to GPU; values of ranks that none connects go through the hosts.
+        between_gpus: groups for messages from GPU to GPU, to higher ranks and to lower ones; None: values go through
+            the hosts.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, channels: P2PChannels | None = None
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        device: torch.device,
+        between_gpus: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
         self._on_cpu = device.type == "cpu"
         self.hosts = HostLink(group, ranks, device)
-        self.gpus = None if channels is None else GpuLink(channels, self.hosts, group.rank(), device)
+        self.gpus = None if between_gpus is None else GpuLink(*between_gpus, self.hosts, group.rank(), device)
         self.recorder: MessageRecorder | None = None
         """Called for every value and gradient that is sent or received; None costs nothing."""
 
     def connect(self, transfers: Iterable[P2PTransfer]) -> None:
         """Connect the GPUs between which values travel; all ranks call this with the same transfers."""
         if self.gpus is not None:
-            self.gpus.channels.connect([(transfer.source, transfer.target) for transfer in transfers])
+            self.gpus.connect([(transfer.source, transfer.target) for transfer in transfers])
 
     def send(self, tensor: torch.Tensor, microbatch: int, transfer: P2PTransfer, *, copy: bool = False) -> None:
         """Send a value (an activation) to the rank that needs it; do not wait until it has arrived.
@@ -77,8 +81,8 @@ class Transport:
         self._send(gradient, Message(microbatch, transfer, True))
 
     def post(self, message: Message) -> None:
-        """Start a receive before its data is needed; messages on channels begin in the order of the timetable."""
-        if self.gpus is None or not self.gpus.expects(message):
+        """Start a receive before its data is needed; those between GPUs begin when their headers are read."""
+        if self.gpus is None or not self.gpus.reaches(message.sender):
             self.hosts.post(message)
 
     def receive(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor:
@@ -108,16 +112,6 @@ class Transport:
         text = self.hosts.receive_bytes(_TEXT_BYTES, message.sender, self.hosts.tag_of(message), message)
         return bytes(text.tolist()).decode().rstrip()
 
-    def follow(self, timetable: Callable[[], Timetable] | None, over: Collection[int] = ()) -> None:
-        """See `GpuLink.follow`; the timetable is made only where GPUs are connected."""
-        if self.gpus is not None:
-            self.gpus.follow(None if timetable is None else timetable(), over)
-
-    def leave_channels(self) -> None:
-        """See `GpuLink.leave`."""
-        if self.gpus is not None:
-            self.gpus.leave()
-
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived."""
         if self.gpus is not None:
@@ -126,7 +120,9 @@ class Transport:
 
     def _send(self, tensor: torch.Tensor | None, message: Message) -> None:
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        if self.gpus is None or not self.gpus.send(tensor, message):
+        if self.gpus is not None and self.gpus.reaches(message.receiver):
+            self.gpus.send(tensor, message)
+        else:
             self.hosts.send(tensor, message)
         if self.recorder is not None:
             num_bytes = 0 if tensor is None else tensor.nbytes
@@ -135,14 +131,14 @@ class Transport:
 
     def _receive(self, message: Message) -> torch.Tensor | None:
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        is_on_channel = self.gpus is not None and self.gpus.begin_receive(message)
-        if is_on_channel and self.gpus is not None:
-            value = self.gpus.take(message, awaits_data=self.recorder is not None)
+        is_direct = self.gpus is not None and self.gpus.reaches(message.sender)
+        if is_direct and self.gpus is not None:
+            value = self.gpus.receive(message, awaits_data=self.recorder is not None)
         else:
             value = self.hosts.receive(message)
         if self.recorder is not None:
-            # On a channel, a gradient of None is a header without a message.
-            num_bytes = 0 if value is None and is_on_channel else message.transfer.spec.num_bytes
+            # Between GPUs, a gradient of None is a header without a message.
+            num_bytes = 0 if value is None and is_direct else message.transfer.spec.num_bytes
             tag = self.hosts.tag_of(message)
             self.recorder("receive", message.sender, num_bytes, tag, start_ns, time.perf_counter_ns())
         return value

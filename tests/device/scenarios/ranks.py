@@ -16,7 +16,7 @@ from smpkit.testing import simulated_device
 from smpkit.torch.offload import link
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, rows
 from tests.models import Case
-from tests.torch.pipeline import test_channel_order
+from tests.torch.pipeline import test_gpu_link_order
 from tests.train import KINDS, Way, batch, checkpoint_layers, divide_layers, training
 
 Kind = tuple[Case, Way]
@@ -148,7 +148,7 @@ def trained_with_waits_of_others() -> list[Tensor]:
 def over_a_model_of_nccl() -> None:
     """Send messages over connections of which any may start first, which the simulated device does not do."""
     for seed in range(3):
-        test_channel_order.play(seed)
+        test_gpu_link_order.play(seed)
 
 
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:

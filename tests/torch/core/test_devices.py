@@ -191,9 +191,9 @@ def test_ranks_with_devices_that_nothing_connects_are_refused_by_name() -> None:
 
 
 def test_only_nccl_has_the_options_the_variables_and_the_errors_of_nccl() -> None:
-    assert backends.channel_options("xccl", timedelta(seconds=1)) is None
+    assert backends.message_options("xccl", timedelta(seconds=1)) is None
     environ = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-    backends.refuse_launch_order(XPU, environ)
+    backends.refuse_one_queue(XPU, environ)
     with pytest.raises(UsageError):
-        backends.refuse_launch_order(torch.device("cuda"), environ)
+        backends.refuse_one_queue(torch.device("cuda"), environ)
     assert backends.error_of(cast("Any", object())) is None

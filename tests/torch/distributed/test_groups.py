@@ -19,7 +19,7 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.groups import Groups
-from smpkit.torch.distributed.init import channel_group
+from smpkit.torch.distributed.init import message_groups
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def bound() -> tuple[list[Any], str, float]:
             return new_group(*args, **kwargs)
 
         with mock.patch.object(dist, "new_group", note):
-            group = channel_group((0, 1))
+            group, _ = message_groups((0, 1))
         if dist.get_rank() == 0:
             group.send([torch.ones(1)], 1, 0).wait()
         else:
@@ -125,22 +125,23 @@ def bound() -> tuple[list[Any], str, float]:
     return seen, kept, found.item()
 
 
-def test_lanes_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_group() -> None:
+def test_groups_of_messages_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_group() -> None:
     (seen, kept, _), (_, _, found), _ = run_ranks(bound, 3)
-    assert (seen, kept, found) == ([None], "cuda:0", 1.0)
+    assert (seen, kept, found) == ([None, None], "cuda:0", 1.0)
 
 
-def test_an_order_of_launches_over_all_communicators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.refuse_launch_order(torch.device("cuda"))
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    with pytest.raises(UsageError, match="NCCL_LAUNCH_ORDER_IMPLICIT is '1'"):
-        backends.refuse_launch_order(torch.device("cuda"))
+def test_variables_that_make_messages_wait_for_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.refuse_one_queue(torch.device("cuda"))
+    for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match=f"{name} is '1'"):
+            patch.setenv(name, "1")
+            backends.refuse_one_queue(torch.device("cuda"))
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without nccl")
-def test_lanes_start_before_what_is_computed_and_take_little_of_the_gpu() -> None:
-    options = cast("Any", backends.channel_options("nccl", timedelta(seconds=7)))
+def test_messages_start_before_what_is_computed_and_take_little_of_the_gpu() -> None:
+    options = cast("Any", backends.message_options("nccl", timedelta(seconds=7)))
     assert options.is_high_priority_stream
     assert options.config.max_ctas == 8
     assert options._timeout == timedelta(seconds=7)
-    assert backends.channel_options("gloo", timedelta(seconds=7)) is None
+    assert backends.message_options("gloo", timedelta(seconds=7)) is None

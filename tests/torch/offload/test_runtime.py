@@ -21,7 +21,7 @@ from smpkit.observe.events import Counter, WorkSpan, read_events
 from smpkit.torch.core import offloader
 from smpkit.torch.offload import arena as arenas
 from smpkit.torch.offload import engine as engines
-from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.transport import Transport
 from tests.models import DROPOUT, WIDTH, Dropping
 from tests.ranks import run_ranks

@@ -8,9 +8,7 @@ and what each GPU starts next is drawn by dice, so a seed repeats a run. A run i
 - A send or receive of a communicator goes to a stream of that communicator's, behind what its caller's stream has been
   given so far, as in torch. It is a kernel that stays on its GPU until its partner runs on the other one.
 - Between two ranks, the first send of a communicator's meets the first receive, and so on.
-- `one_kernel`: a GPU runs one kernel at a time, whatever it is and of whichever stream. That is the worst that nccl
-  leaves open. Without it, all streams run side by side.
-- `World.synchronize` is what allocating memory may do, or `torch.cuda.synchronize()`: the host waits for its whole GPU.
+- All streams of a GPU run side by side.
 
 The code under test talks to `World.devices()` in place of `smpkit.torch.core.devices`, and to groups that `World.group`
 and `World.hosts` make.
@@ -104,13 +102,10 @@ class _Channel:
 class _Device:
     """A GPU."""
 
-    def __init__(self, rank: int, *, one_kernel: bool) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.one_kernel = one_kernel
         self.streams = [Stream("compute")]
         self.current = self.streams[0]
-        self.running: _Half | None = None
-        """What occupies the GPU, if it runs one kernel at a time."""
 
     @property
     def is_idle(self) -> bool:
@@ -136,8 +131,6 @@ class _Device:
     def moves(self) -> Iterator[Callable[[], None]]:
         """Yield what the GPU could do next."""
         self.settle()
-        if self.running is not None:
-            return
         for stream in self.streams:
             head = stream.queue[0] if stream.queue else None
             if isinstance(head, _Kernel):
@@ -147,8 +140,6 @@ class _Device:
 
     def _start(self, half: _Half) -> None:
         half.runs = True
-        if self.one_kernel:
-            self.running = half
         other = half.partner()
         if other is None or not other.runs:
             return
@@ -159,13 +150,11 @@ class _Device:
             each.device.finish(each)
 
     def finish(self, half: _Half) -> None:
-        self.running = None
         next(stream for stream in self.streams if stream.queue and stream.queue[0] is half).queue.popleft()
 
     def __str__(self) -> str:
-        held = f", which {self.running.name} holds up" if self.running is not None else ""
         heads = [f"{stream.name}: {_text(stream.queue[0])}" for stream in self.streams if stream.queue]
-        return f"GPU {self.rank}{held} has before it {'; '.join(heads) or 'nothing'}"
+        return f"GPU {self.rank} has before it {'; '.join(heads) or 'nothing'}"
 
 
 def _text(item: Any) -> str:
@@ -186,13 +175,12 @@ class World:
 
     Args:
         seed: of the dice.
-        one_kernel: whether a GPU runs one kernel at a time.
     """
 
-    def __init__(self, size: int, seed: int, *, one_kernel: bool = True) -> None:
+    def __init__(self, size: int, seed: int) -> None:
         self.dice = random.Random(seed)
         self.size = size
-        self.gpus = [_Device(rank, one_kernel=one_kernel) for rank in range(size)]
+        self.gpus = [_Device(rank) for rank in range(size)]
         self.kept: list[Any] = []
         """Memory that the CPU would give to others sooner than a GPU's allocator."""
         self._ranks = [_Rank() for _ in range(size)]
@@ -235,6 +223,11 @@ class World:
         gpu = self.gpu
         self.wait(lambda: gpu.is_idle, what)
 
+    def synchronize_stream(self) -> None:
+        """Hold up the host until its current stream is done."""
+        event = self.record()
+        self.wait(lambda: event.has_happened, "a stream")
+
     def compute(self, run: Callable[[], None], name: str) -> None:
         """Give something to the current stream."""
         self.gpu.current.queue.append(_Kernel(run, name))
@@ -252,7 +245,7 @@ class World:
         """Let `smpkit.torch.core.devices` be this world."""
 
         def new_stream(_device: object, *, high_priority: bool = False) -> Stream:
-            self.gpu.streams.append(Stream("lanes" if high_priority else "another stream"))
+            self.gpu.streams.append(Stream("memory of messages" if high_priority else "another stream"))
             return self.gpu.streams[-1]
 
         @contextmanager
@@ -265,10 +258,6 @@ class World:
         def record_event(_device: object, *, keeps_time: bool = False) -> Event:
             return self.record()
 
-        def wait_for_stream(_device: object) -> None:
-            event = self.record()
-            self.wait(lambda: event.has_happened, "a stream")
-
         with mock.patch.multiple(
             devices,
             is_asynchronous=lambda _: True,
@@ -277,7 +266,8 @@ class World:
             on_stream=on_stream,
             record_event=record_event,
             wait_for_event=lambda stream, event: stream.wait_event(event),
-            wait_for_stream=wait_for_stream,
+            wait_for_stream=lambda _: self.synchronize_stream(),
+            used_here=self.kept.append,
         ):
             yield
 
@@ -391,6 +381,7 @@ class _Hosts:
 @dataclass
 class _Work:
     _wait: Callable[[], None]
+    is_completed: Callable[[], bool] = lambda: False
 
     def wait(self, _timeout: object = None) -> None:
         self._wait()
@@ -427,4 +418,4 @@ class _Group:
         stream.wait_event(world.record())
         over = Event()
         stream.queue += [half, _Record(over)]
-        return _Work(lambda: world.gpu.current.wait_event(over))
+        return _Work(lambda: world.gpu.current.wait_event(over), lambda: over.has_happened)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.pipeline.backward import BackwardWork
-from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs, watching
 from smpkit.torch.recompute.torch_checkpoint import _Checkpoint
 

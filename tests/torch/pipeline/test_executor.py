@@ -20,8 +20,7 @@ from smpkit.plan.speed import Speed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.executor import Executor
-from smpkit.torch.pipeline.message_order import Message
-from smpkit.torch.pipeline.messages import Tag
+from smpkit.torch.pipeline.messages import Message, Tag
 from tests.ranks import run_ranks
 from tests.torch.steps import train_step
 

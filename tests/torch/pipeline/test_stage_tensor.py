@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import map_tensors, spec_of, tensors_in
-from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.outputs import Call, infer_output
 from smpkit.torch.pipeline.random_streams import RandomStreams

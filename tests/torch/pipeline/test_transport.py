@@ -17,8 +17,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
-from smpkit.torch.pipeline.message_order import Message, P2PTransfer
-from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack
+from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag, pack, packed_bytes, unpack
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks

@@ -24,7 +24,8 @@ SHARED_GPU_NCCL: Final = "SMPKIT_SHARED_GPU_NCCL"
 FLIGHT_RECORD: Final = "TORCH_FR_DUMP_TEMP_FILE"
 """Where torch's flight recorder writes; it appends the rank."""
 _LAUNCH_ORDER: Final = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_CHANNEL_CTAS: Final = 8
+_CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MESSAGE_CTAS: Final = 8
 """Thread blocks that nccl may use for a message, of 132 multiprocessors on an H100; NCCL_MAX_CTAS overrides it."""
 
 
@@ -108,26 +109,32 @@ def nccl_version() -> tuple[int, ...]:
     return tuple(ProcessGroupNCCL.get_runtime_nccl_version())  # type: ignore[call-arg]  # a static method
 
 
-def channel_options(backend: str, timeout: timedelta) -> object:
+def message_options(backend: str, timeout: timedelta) -> object:
     """Return options by which messages start before compute, and leave most of the device to it; None: nccl only."""
     if backend != NCCL:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = _CHANNEL_CTAS
+    options.config.max_ctas = _MESSAGE_CTAS
     options._timeout = timeout  # else torch warns that it differs from `new_group`'s
     return options
 
 
-def refuse_launch_order(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if nccl is configured to launch its kernels in call order over all communicators of a GPU."""
-    value = environ.get(_LAUNCH_ORDER, "0")
-    if uses_nccl(device) and value != "0":
-        raise UsageError(
-            f"{_LAUNCH_ORDER} is {value!r}: every operation of nccl would wait for all that its GPU was given before,"
-            " in whichever communicator, and replicas of a pipeline, whose schedules may differ, could wait for each"
-            " other for ever",
-            hint=f"unset {_LAUNCH_ORDER}: smpkit keeps messages of a pipeline in an order that cannot deadlock",
-        )
+def refuse_one_queue(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UsageError if variables make nccl's kernels or a GPU's streams wait for each other.
+
+    A message of a pipeline waits on its GPU for another rank; what would wait behind it may be what that rank needs.
+    """
+    order, connections = environ.get(_LAUNCH_ORDER, "0"), environ.get(_CONNECTIONS, "32")
+    for name, value, is_refused in (
+        (_LAUNCH_ORDER, order, order != "0"),
+        (_CONNECTIONS, connections, connections == "1"),
+    ):
+        if uses_nccl(device) and is_refused:
+            raise UsageError(
+                f"{name} is {value!r}: what a GPU does would wait for messages of the pipeline that other ranks have"
+                " not received yet, and ranks could wait for each other for ever",
+                hint=f"unset {name}",
+            )
 
 
 def prepare(backend: str, launcher: str) -> None:
@@ -148,6 +155,8 @@ def prepare(backend: str, launcher: str) -> None:
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # the old name, which torch still reads
         os.environ.setdefault(handling, "2")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    # The most there are: streams that share a queue of the hardware wait for each other, and by default there are 8.
+    os.environ.setdefault(_CONNECTIONS, "32")
     # Torch's flight recorder would leave its record of the last operations in the host's folder for temporary files.
     if (run := os.environ.get(RUN_DIR)) and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # its old name
         os.environ.setdefault(FLIGHT_RECORD, f"{run}/nccl_trace_rank_")

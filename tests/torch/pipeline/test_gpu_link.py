@@ -1,7 +1,7 @@
-"""Channels carry messages in whatever order ranks need them, and training over them gives the same results.
+"""GPUs send each other messages in whatever order ranks need them, and training over them gives the same results.
 
-Between GPUs a channel is a group of nccl, here one of gloo. Both pair sends and receives in the order in which they are
-begun, as long as all of them have one tag.
+Here gloo takes nccl's place. Both pair sends and receives in the order in which they are begun, as long as all of them
+have one tag.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,9 +24,9 @@ from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of
-from smpkit.torch.distributed.init import channel_group
-from smpkit.torch.pipeline.channels import P2PChannels
-from smpkit.torch.pipeline.message_order import Message, P2PTransfer, Timetable
+from smpkit.torch.distributed.init import message_groups
+from smpkit.torch.pipeline.gpu_link import GpuLink
+from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.transport import Transport
 from tests.models import CASES, MODELS, Case
 from tests.ranks import run_ranks
@@ -44,21 +44,13 @@ VALUES = {
 }
 
 
-def connected(entries: Sequence[tuple[int, bool]], **config: Any) -> Transport:
-    """Return the transport of two ranks that channels connect, in a step in which values and gradients travel."""
+def connected(**config: Any) -> Transport:
+    """Return the transport of two ranks whose GPUs are connected."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **config})
     ranks = state.group(CommGroup.PP_GROUP)
-    channels = P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, state.device)
-    transport = Transport(state.process_group(CommGroup.PP_GROUP), ranks, state.device, channels)
-    transport.connect([move_of(0), move_of(1)])
-    follow(transport, entries)
+    transport = Transport(state.process_group(CommGroup.PP_GROUP), ranks, state.device, message_groups(tuple(ranks)))
+    transport.connect([move_of(0)])
     return transport
-
-
-def follow(transport: Transport, entries: Sequence[tuple[int, bool]]) -> None:
-    """Begin a step with these moves, and gradients of moves, of one microbatch."""
-    messages = tuple(Message(0, move_of(number), backward) for number, backward in entries)
-    transport.follow(lambda: Timetable(messages, {}))
 
 
 def value_of(number: int) -> torch.Tensor:
@@ -72,7 +64,7 @@ def move_of(number: int) -> P2PTransfer:
 
 def values_in_any_order() -> Any:
     """Send values in one order, take them in another, and send gradients back, one of which is None."""
-    transport = connected([(number, False) for number in VALUES] + [(number, True) for number in (0, 1, 5)])
+    transport = connected()
     if smp.pp_rank() == 0:
         for number in VALUES:
             transport.send(value_of(number), 0, move_of(number))
@@ -102,7 +94,7 @@ def test_values_are_taken_in_another_order_than_they_are_sent() -> None:
 
 
 def changed_on_its_way(copy: bool) -> None:
-    transport = connected([(5, False)])
+    transport = connected()
     value = value_of(5).clone()
     if smp.pp_rank() == 0:
         transport.send(value, 0, move_of(5), copy=copy)
@@ -121,7 +113,7 @@ def test_a_value_that_is_changed_in_place_on_its_way_is_noticed_or_a_copy_of_it_
 
 
 def waits_in_vain() -> str:
-    transport = connected([(0, False)], timeout_seconds=3)
+    transport = connected(timeout_seconds=3)
     if smp.pp_rank() == 0:
         time.sleep(6)  # alive, and silent
         return ""
@@ -136,8 +128,20 @@ def test_a_wait_for_what_nobody_sends_ends_and_says_for_what() -> None:
     assert "rank 0" in text
 
 
+def ends_without_it() -> None:
+    transport = connected()
+    if smp.pp_rank() == 1:
+        transport.receive(0, move_of(0))
+    transport.end_step()
+
+
+def test_a_rank_that_ends_its_step_without_a_message_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 has ended the step and not sent forward of .* for `layers.1`"):
+        run_ranks(ends_without_it, 2)
+
+
 @on_ranks(2)
-def test_channels_are_for_gpus_only() -> None:
+def test_only_gpus_are_connected() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     group = state.process_group(CommGroup.PP_GROUP)
     assert not connects(group, state.device)
@@ -146,21 +150,21 @@ def test_channels_are_for_gpus_only() -> None:
 
 
 @contextlib.contextmanager
-def channels() -> Iterator[None]:
-    """Connect all ranks that values travel between by channels, and see that they are used."""
-    sending = mock.patch.object(P2PChannels, "send", autospec=True, side_effect=P2PChannels.send)
+def links() -> Iterator[None]:
+    """Connect all ranks that values travel between as if they were GPUs, and see that this is used."""
+    sending = mock.patch.object(GpuLink, "send", autospec=True, side_effect=GpuLink.send)
     with mock.patch("smpkit.torch.pipeline.pipeline.connects", return_value=True), sending as send:
         yield
     assert send.called
 
 
-def train_over_channels(case: Case, way: Way) -> Trace:
-    with channels():
+def train_over_links(case: Case, way: Way) -> Trace:
+    with links():
         return train(case, way)
 
 
-def train_late_over_channels(seed: int, case: Case, way: Way) -> Trace:
-    with channels():
+def train_late_over_links(seed: int, case: Case, way: Way) -> Trace:
+    with links():
         return train_with_sleeps(seed, case, way)
 
 
@@ -173,26 +177,26 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("model", "way"), ROWS, ids=str)
-def test_models_train_over_channels(model: str, way: Way) -> None:
-    same(MODELS[model], way, by=train_over_channels)
+def test_models_train_over_links(model: str, way: Way) -> None:
+    same(MODELS[model], way, by=train_over_links)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_trains_over_channels(model: str, degree: int) -> None:
+def test_every_model_trains_between_gpus(model: str, degree: int) -> None:
     for placement, schedule in itertools.product((None, 11), ("interleaved", "simple")):
         way = Way(pipeline=degree, placement=placement, config={"pipeline": schedule})
-        same(MODELS[model], way, by=train_over_channels)
+        same(MODELS[model], way, by=train_over_links)
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 100)]])
-def test_delays_change_nothing_over_channels(seed: int) -> None:
+def test_delays_change_nothing_between_gpus(seed: int) -> None:
     way = Way(pipeline=4, placement=12, microbatches=8)
-    same(CASES["skip connections"], way, by=functools.partial(train_late_over_channels, seed))
+    same(CASES["skip connections"], way, by=functools.partial(train_late_over_links, seed))
 
 
 @pytest.mark.also_on("sim:copies:0", way=WAYS[1])
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
-def test_microbatches_that_leave_the_record_leave_the_channels(way: Way) -> None:
-    same(SKIPPING, way, by=train_over_channels)
+def test_microbatches_may_leave_the_record(way: Way) -> None:
+    same(SKIPPING, way, by=train_over_links)
