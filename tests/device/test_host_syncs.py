@@ -66,9 +66,9 @@ def places_of_syncs(name: str, on_host: bool) -> list[str]:
 @pytest.mark.parametrize("on_host", [False, True], ids=["batch on the GPU", "batch on the host"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_waits_only_where_it_must(name: str, on_host: bool, device: str) -> None:
-    """Two ranks on one GPU have no lanes, so each value of a pipeline is copied to the host before it is sent.
+    """Two ranks on one GPU are not connected, so each value of a pipeline is copied to the host before it is sent.
 
-    Simulated ranks have a device each, and lanes.
+    Simulated ranks have a device each, and are connected.
     """
     found = run_on_gpu(places_of_syncs, name, on_host, size=KINDS[name][1].ranks, timeout=170)
     for places in found:

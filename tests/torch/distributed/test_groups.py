@@ -1,4 +1,4 @@
-"""Communicators are made at `smp.init`, in one order; channels do not depend on how a script made the default group."""
+"""Communicators are made at `smp.init`, in one order; those of messages do not depend on how a script made the default group."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_gpu_that_does_not_answer_is_named() -> None:
 
 
 def bound() -> tuple[list[Any], str, float]:
-    """Make channels of two of three ranks where the default group is bound to a device."""
+    """Make the groups of messages of two of three ranks where the default group is bound to a device."""
     dist.init_process_group("gloo")
     smp.init({"ddp": True})
     world = dist.group.WORLD
