@@ -40,12 +40,7 @@ def runs_here(job: JobConfig) -> bool:
 
 
 def check_machine(job: JobConfig | None = None, shared: Path = Path("/dev/shm")) -> list[Finding]:  # noqa: S108
-    """Look at versions, GPUs, launchers and memory.
-
-    Args:
-        job: what is to run; a managed one needs nothing of this machine.
-        shared: where processes share memory.
-    """
+    """Look at versions, GPUs, launchers and memory; only a local job makes something that is missing a problem."""
     launcher = job.distribution.launcher if job is not None and runs_here(job) else None
     return [
         Finding("smpkit", "ok", f"smpkit {smpkit.__version__}, Python {'.'.join(map(str, sys.version_info[:3]))}"),

@@ -355,7 +355,6 @@ def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
 
 
 def _several(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of several plans."""
     best = _best_of(rows)
     plans = [row.planned for row in rows if row.planned is not None]
     has_model = any(each.plan.memory for each in plans)

@@ -99,11 +99,7 @@ def _refuse_allocation(job: JobConfig) -> None:
 
 
 def _save_job(job: LoadedJob, arguments: Sequence[str]) -> None:
-    """Write the job file of a script beside it.
-
-    Raises:
-        UsageError: there is a job file, or the arguments of the script do not fit into one.
-    """
+    """Write the job file of a script beside it."""
     place = job.folder / "job.yaml"
     if not is_script(job.path):
         raise UsageError("`--save-job` is for a script, and this is a job file")
@@ -119,7 +115,6 @@ def _save_job(job: LoadedJob, arguments: Sequence[str]) -> None:
 
 
 def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
-    """Tell the ranks which steps to profile."""
     try:
         steps_of(steps)
     except ValueError as error:
@@ -162,7 +157,6 @@ def run_local(
 
     Args:
         folder: that of the run, which exists.
-        arguments: more arguments for the script, after those made of hyperparameters.
         environ: variables, on top of which the job's own go; default: this process's.
         events: let every rank record every step.
     """
@@ -314,11 +308,7 @@ def _leave_trace(run: Run) -> None:
 
 
 def begin_run(job: LoadedJob, ranks: int, hosts: int) -> Run:
-    """Make the folder of a run, with the job as it runs, its plan and its environment.
-
-    Raises:
-        RunsError, SmpkitError: it cannot be written.
-    """
+    """Make the folder of a run, with the job as it runs, its plan and its environment."""
     now = datetime.now().astimezone()
     run = make_run(job.folder, job.config.name, now)
     place = os.path.relpath(job.folder.absolute(), run.path.absolute())
@@ -365,7 +355,6 @@ def _shown(path: Path) -> str:
 
 
 def _saved_job_text(job: LoadedJob) -> str:
-    """Return the job file that stands for a script and the options it was run with."""
     return _as_yaml([f"`smpkit run` of this file does the same as: {_command(job)}"], _content(job))
 
 
@@ -413,7 +402,6 @@ def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
 
 
 def _settings(job: LoadedJob) -> Iterator[tuple[str, Any, str]]:
-    """Yield every setting, with its value and where that came from."""
     for path, value, origin in job.settings():
         # Of the file its name only: who gets a report of this need not know the folders here.
         yield ".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name)

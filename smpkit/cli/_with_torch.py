@@ -19,9 +19,6 @@ def ask(module: str, arguments: Sequence[str], what: str, needs: str, deadline_s
         what: the process does, for messages: "`zoo:Net` could not be described".
         needs: torch, as the start of a sentence: "planning a model".
         deadline_seconds: None for work that takes as long as there is data.
-
-    Raises:
-        SmpkitError: the process has failed; with its own words, if it printed an error.
     """
     command = [*module_command(module), *arguments]
     try:

@@ -83,10 +83,9 @@ def describe(
 
     Args:
         target: `module:factory`.
-        folder: where the module is found.
         configs: of the jobs. They say how many places there are, whether the model's own choice of them counts, and
             what is divided.
-        ranks: how many each job has.
+        ranks: of each job.
         other_sizes: microbatches of other sizes will be planned, too.
     """
     places = max((each.pipeline_parallel_degree * each.virtual_pipeline_degree for each in configs), default=1)

@@ -68,11 +68,7 @@ def override_options(function: _Function) -> _Function:
 
 
 def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False) -> LoadedJob:
-    """Read and check a job file, or with `script` also a script that has none, and print its warnings.
-
-    Raises:
-        ConfigError: with all problems; let it go.
-    """
+    """Read and check a job file, or with `script` also a script that has none, and print its warnings."""
     from smpkit.config.load import is_script, load_job, load_script
 
     job = load_script(file, overrides) if script and is_script(file) else load_job(file, overrides)
@@ -96,11 +92,7 @@ class BackendChoice:
     """None: the one that the job file names, else SageMaker."""
 
     def open(self, job: JobConfig | None = None) -> Backend:
-        """Return the back end; nothing is asked of it yet.
-
-        Args:
-            job: a job file whose choice counts where the command line has none.
-        """
+        """Return the back end, where the command line names none that of the job; nothing is asked of it yet."""
         from smpkit_estimator.backend import Access, open_backend
 
         named = job.backend.chosen if job is not None else None

@@ -118,9 +118,7 @@ def can_repaint() -> bool:
 def live(lines: Callable[[], Iterable[str]], console: Console | None = None) -> Iterator[None]:
     """Show what `lines` returns, asked again each second, until the block ends; then take it off the screen.
 
-    Args:
-        lines: may have colours; long ones are wrapped, so that a narrow terminal is repainted as well.
-        console: another than stdout.
+    Lines may have colours. Long ones are wrapped, so that a narrow terminal is repainted as well.
     """
     import rich.console
     import rich.live

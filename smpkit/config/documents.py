@@ -42,7 +42,6 @@ class Document:
         """Add where a problem is: the place of its value, or of the closest value around it.
 
         Args:
-            problem: what is wrong.
             below: where this document was put, which is the beginning of the problem's path.
         """
         inner = problem.path[len(below) :]
@@ -105,11 +104,7 @@ def excerpt(text: str, line: int, column: int | None = None) -> str:
 
 
 def read_document(path: Path, name: str | None = None) -> Document:
-    """Read a file: strict JSON if it is called `.json`, YAML 1.2 otherwise.
-
-    Raises:
-        ConfigError: it cannot be read, is not UTF-8, or has a syntax error.
-    """
+    """Read a file: strict JSON if it is called `.json`, YAML 1.2 otherwise; raise ConfigError if it is neither."""
     shown = printable(str(path)) if name is None else name
     try:
         data = read_regular(path, _MAX_BYTES)
@@ -159,11 +154,7 @@ def literal(text: str, name: str) -> Document:
 
 
 def parse(text: str, name: str, *, is_json: bool = False) -> Document:
-    """Read one document: strict JSON, or YAML 1.2, where `1e-3` is a number and `no` is text.
-
-    Raises:
-        ConfigError: with the place of the syntax error.
-    """
+    """Read one document: strict JSON, or YAML 1.2, where `1e-3` is a number and `no` is text."""
     value = strict_json(text, name, is_file=True) if is_json else None
     # JSON is YAML, which knows lines; only tabs it has not.
     document = _read_yaml(text.replace("\t", " ") if is_json else text, name)
@@ -174,11 +165,7 @@ def parse(text: str, name: str, *, is_json: bool = False) -> Document:
 
 
 def strict_json(text: str, name: str, *, is_file: bool = False) -> Any:
-    """Read strict JSON: no comments, no NaN, and no name that is written twice (in a file that is told with its line).
-
-    Raises:
-        ConfigError: with the place of the syntax error.
-    """
+    """Read strict JSON: no comments, no NaN, and no name that is written twice, which a file's reader tells by line."""
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)

@@ -179,7 +179,6 @@ def memory_of_ranks(
 
     Args:
         live_microbatches: for each rank, how many microbatches it holds at a time; a chunk of one is a part.
-        states_per_parameter: numbers that the optimizer keeps per trained one; see `smpkit.plan.optimizers`.
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
         offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
             and on its host; empty: all of them stay on the device.
@@ -237,7 +236,6 @@ def memory_of_ranks(
 
 
 def _held(model: ModelFacts, places: Mapping[str, int], rank: int) -> set[str]:
-    """Return the names of the tensors that a rank holds, each once however many of its units use it."""
     names = set(model.loose)
     for unit in model.units:
         if places[unit.cost.name] == rank:
@@ -367,7 +365,6 @@ def _gathered_bytes(
     That is what belongs to no block, small blocks, and two others: the one at work and the next.
 
     Args:
-        blocks: names of the tensors that are gathered together.
         persistent: blocks of fewer elements stay whole.
         half: what is gathered has two bytes per element.
     """

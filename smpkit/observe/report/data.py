@@ -169,11 +169,7 @@ class Content:
 
 
 def content_of(run: runs.Run) -> Content:
-    """Read the folder of a run, or any folder with events.
-
-    Raises:
-        SmpkitError: there is nothing of a run in it.
-    """
+    """Read the folder of a run, or any folder with events; raise SmpkitError if there is nothing of a run in it."""
     missing: dict[str, str] = {}
     events = _events(run.path, missing)
     summary = _summary(run.path, missing)

@@ -144,11 +144,9 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def measured_flops(folder: Path, half: str | None) -> float | None:
-    """Return the fastest matrix product in a folder's calibration, of a rank while all compute; None: it has none of
-    this machine.
+    """Return the fastest matrix product of a rank, while all compute, in half precision or (None) single.
 
-    Args:
-        half: the half precision that a job computes in; None: single.
+    None if the folder has no calibration of this machine.
     """
     if not (path := folder / CALIBRATION).is_file():
         return None

@@ -139,11 +139,7 @@ def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: Cha
 
 
 def _parts(layer: ChainLayer, choice: Choice, limits: ChainLimits, once: float | None) -> tuple[float, float, float]:
-    """Return the additional compute, and the bytes on device and host that add up.
-
-    Args:
-        once: for the last layer, what the device holds once.
-    """
+    """Return the additional compute, and the bytes on device and host that add up; `once` is for the last layer."""
     if choice is Choice.KEEP:
         saved = layer.saved_bytes * limits.live
         return 0.0, saved if once is None else max(0.0, saved - limits.spared_bytes(once)), 0.0
@@ -153,11 +149,7 @@ def _parts(layer: ChainLayer, choice: Choice, limits: ChainLimits, once: float |
 
 
 def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -> float:
-    """Return the time of a microbatch: of compute, or of the link where that takes longer.
-
-    Args:
-        forward: the part of `compute` before backward begins.
-    """
+    """Return the time of a microbatch: of compute, `forward` of which is before backward, or of the link, if longer."""
     num_bytes = host / limits.live if limits.live else 0.0
     if not num_bytes:
         return compute
@@ -405,8 +397,7 @@ def choose_by_simulation(
 ) -> ChainChoice | None:
     """Return the fastest of the candidates that fit, by the simulated engine; None: nothing fits.
 
-    Args:
-        limits: of one process: `overlaps` is False, and `live` is 1.
+    Limits are those of one process: `overlaps` is False, and `live` is 1.
     """
     bound = choose(layers, replace(limits, link=_FREE))
     if bound is None or Choice.OFFLOAD not in limits.allowed:

@@ -78,8 +78,7 @@ def automatic(
 ) -> dict[str, Choice] | None:
     """Return what layers of strategy "auto" would do within this memory; None: nothing fits, or there are none.
 
-    Args:
-        on_host: ranks compute on the host, where nothing is offloaded.
+    Where ranks compute on the host, nothing is offloaded.
     """
     layers = layers_of(model)
     if not layers:

@@ -88,12 +88,7 @@ class Machine:
         return self.local if hosts == 1 else self.remote
 
     def collective_seconds(self, operation: Operation, num_bytes: float, ranks: int, hosts: int) -> float:
-        """Return how long a collective takes.
-
-        Args:
-            num_bytes: of the whole value.
-            hosts: over how many hosts the ranks lie.
-        """
+        """Return how long a collective takes whose whole value has so many bytes."""
         if ranks < 2:
             return 0.0
         fitted = self.measured.get((operation, ranks)) if hosts == 1 else None
@@ -107,9 +102,6 @@ def published(instance_type: str, *, tflops: float | None = None) -> Machine:
 
     Args:
         tflops: what a device reaches in training, where that is known.
-
-    Raises:
-        UsageError: nothing is published that has a source.
     """
     name = instance_type if instance_type.startswith("ml.") else f"ml.{instance_type}"
     if name not in INSTANCES:

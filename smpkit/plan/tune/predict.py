@@ -302,7 +302,6 @@ def _exposed_seconds(
 
 
 def _num_updated(memory: RankMemory, optimizer: str) -> float:
-    """Return how many parameters a rank updates."""
     states = OPTIMIZERS[optimizer]
     if memory.masters_bytes:
         return memory.masters_bytes / 4
@@ -351,7 +350,6 @@ def choose_layers(
     Args:
         plan: has cut the model, with the layers as in `present`.
         room: bytes of a rank, on its device and on the host.
-        on_host: ranks compute on the host.
 
     Returns:
         The choices, and by which share others could be faster; or why nothing fits.
@@ -396,11 +394,7 @@ def _chain_layer(layer: Layer, speed: Speed) -> ChainLayer:
 
 
 def _allowed_choices(config: ModelParallelConfig, *, on_host: bool) -> frozenset[Choice]:
-    """Return what the runtime chooses among for layers of strategy "auto".
-
-    Args:
-        on_host: ranks compute on the host, where `offload_activations: auto` offloads nothing.
-    """
+    """Return what the runtime chooses among for layers of strategy "auto"; on a CPU "auto" offloads nothing."""
     if config.offload_activations is True:
         return frozenset({Choice.KEEP, Choice.OFFLOAD})
     both = frozenset({Choice.KEEP, Choice.RECOMPUTE})
@@ -457,5 +451,4 @@ def _scaled(unit: UnitFacts, factor: float) -> UnitFacts:
 
 
 def _resized(cost: UnitCost, factor: float) -> UnitCost:
-    """Return the cost with activations of another size."""
     return replace(cost, **{name: round(factor * getattr(cost, name)) for name in BYTES_PER_MICROBATCH})

@@ -66,7 +66,7 @@ def search(
     """Return the best configurations.
 
     Args:
-        job: what is trained, and where; candidates have the tensor-parallel degrees of `job.models`.
+        job: candidates have the tensor-parallel degrees of its models.
         given: parameters of the job, which hold unless they are searched.
         budget_seconds: for predictions; what has begun is finished.
     """
@@ -246,7 +246,6 @@ def _candidates(seen: _Seen) -> Iterator[ModelParallelConfig]:
 
 
 def _shared(job: Job, replicas: int, degree: int) -> Iterator[dict[str, Any]]:
-    """Yield how replicas share states."""
     yield {"shard_optimizer_state": False, "sharded_data_parallel_degree": 1}
     if replicas * degree == 1:
         return
