@@ -110,7 +110,8 @@ def _save_job(job: LoadedJob, arguments: Sequence[str]) -> None:
         )
     if place.exists():
         raise UsageError(f"`{_shown(place)}` is there already", hint="run without `--save-job`, or move it")
-    write_file(place, _saved_job_text(job), "job file")
+    head = [f"`smpkit run` of this file does the same as: {_command(job)}"]
+    write_file(place, _as_yaml(head, _content(job)), "job file")
     _console.current().note(f"wrote {_shown(place)}")
 
 
@@ -315,7 +316,12 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int) -> Run:
     content = {name: masked(name, value) for name, value in _content(job).items()}
     head = [f"As it ran: {_command(job)}", f"Paths are relative to {place}."]
     write_file(run.path / JOB, _as_yaml(head, content), "job of the run")
-    environment = {**_environment(now, ranks, hosts), "settings": list(_settings(job))}
+    # Of the file its name only: who gets a report of this need not know the folders here.
+    settings = [
+        (".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name))
+        for path, value, origin in job.settings()
+    ]
+    environment = {**_environment(now, ranks, hosts), "settings": settings}
     write_file(run.path / ENVIRONMENT, json.dumps(environment, indent=2) + "\n", "environment of the run")
     plan = _plan(job, ranks, hosts)
     if plan is not None:
@@ -352,10 +358,6 @@ def _shown(path: Path) -> str:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def _saved_job_text(job: LoadedJob) -> str:
-    return _as_yaml([f"`smpkit run` of this file does the same as: {_command(job)}"], _content(job))
 
 
 def _content(job: LoadedJob) -> dict[str, Any]:
@@ -399,9 +401,3 @@ def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
         "memory_bytes": memory_bytes,
         "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
     }
-
-
-def _settings(job: LoadedJob) -> Iterator[tuple[str, Any, str]]:
-    for path, value, origin in job.settings():
-        # Of the file its name only: who gets a report of this need not know the folders here.
-        yield ".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name)

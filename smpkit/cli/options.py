@@ -64,7 +64,7 @@ def override_options(function: _Function) -> _Function:
         repeatable("-p", "parameters", help=parameter),
         repeatable("-H", "hyperparameters", help=hyperparameter),
     )
-    return _with_options(command, *options)  # type: ignore[return-value]
+    return with_options(command, *options)  # type: ignore[return-value]
 
 
 def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False) -> LoadedJob:
@@ -132,7 +132,7 @@ def backend_options(function: _Function) -> _Function:
             "--backend", metavar="NAME", envvar="SMPKIT_BACKEND", shell_complete=_complete_backend, help=known
         ),
     )
-    return _with_options(command, *options)  # type: ignore[return-value]
+    return with_options(command, *options)  # type: ignore[return-value]
 
 
 def _repeat_in_messages(options: str) -> None:
@@ -180,7 +180,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     return [CompletionItem(run.label) for run in reversed(find_runs(Path.cwd())) if run.label.startswith(incomplete)]
 
 
-def _with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command with options, the first of which stands first in its help."""
     for option in reversed(options):
         command = option(command)

@@ -103,9 +103,9 @@ def excerpt(text: str, line: int, column: int | None = None) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def read_document(path: Path, name: str | None = None) -> Document:
+def read_document(path: Path) -> Document:
     """Read a file: strict JSON if it is called `.json`, YAML 1.2 otherwise; raise ConfigError if it is neither."""
-    shown = printable(str(path)) if name is None else name
+    shown = printable(str(path))
     try:
         data = read_regular(path, _MAX_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path

@@ -96,10 +96,6 @@ class LoadedJob(Loaded):
         """The folder of the job file."""
         return self.path.parent
 
-    def locate(self, location: str) -> Path | str:
-        """Resolve a folder or S3 URI of the job file: a path, or the URI as it is."""
-        return location if "://" in location else self.folder / location
-
 
 def load_job(path: Path | str, overrides: Sequence[Override] = ()) -> LoadedJob:
     """Read and check a job file.

@@ -128,12 +128,12 @@ def last_run(folder: Path) -> Run:
     return runs[-1]
 
 
-def open_run(text: str | None, folder: Path | None = None) -> Run:
+def open_run(text: str | None) -> Run:
     """Return the run that a user names: by its folder's path or name, by its job (the last one), or None for the last.
 
     A folder that does not look like a run is taken as one, too: events may lie anywhere.
     """
-    where = Path.cwd() if folder is None else folder
+    where = Path.cwd()
     if text is None:
         return last_run(where)
     path = (where / text).absolute()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
@@ -201,9 +201,7 @@ def memory_of_ranks(
         whole = {name: _piece_of(model.tensors[name], share) for name in sorted(names)}
         tensors = [_part_of(tensor, share) for tensor in whole.values()]
         trained = [tensor for tensor in tensors if tensor.trainable]
-        updated = _updated(
-            trained, share, names - alone, lambda tensors: _states_bytes(tensors, half, states_per_parameter)
-        )
+        updated = _updated(trained, share, names - alone, half, states_per_parameter)
         masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
         alike = [tensor for tensor in updated if tensor.dtype != half]
         reduced = [
@@ -322,13 +320,12 @@ def _part_of(tensor: TensorFacts, share: Share) -> TensorFacts:
 
 
 def _updated(
-    trained: Sequence[TensorFacts], share: Share, tied: Collection[str], size: Callable[[Iterable[TensorFacts]], int]
+    trained: Sequence[TensorFacts], share: Share, tied: Collection[str], half: str | None, states_per_parameter: int
 ) -> list[TensorFacts]:
     """Return the trained tensors whose optimizer states the fullest rank keeps, dealt out as the runtime does.
 
     Args:
         tied: names of tensors that other pipeline ranks hold too; they are counted on each of their ranks.
-        size: of their states.
     """
     if not share.positions:
         return list(trained)
@@ -342,7 +339,7 @@ def _updated(
             load[owner] += each.num_bytes
             dealt[each.over_replicas, owner].append(each)
     kept = ([*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in share.positions)
-    return max(kept, key=size)
+    return max(kept, key=lambda tensors: _states_bytes(tensors, half, states_per_parameter))
 
 
 def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
@@ -358,7 +355,7 @@ def _gathered_bytes(
     share: Share,
     persistent: int,
     *,
-    half: bool = False,
+    half: bool,
 ) -> int:
     """Return the most that is whole at a time of what is divided over replicas.
 

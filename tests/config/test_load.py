@@ -62,8 +62,6 @@ def test_a_job_file_becomes_a_job(folder: Path) -> None:
     assert job.config.num_processes(1) == 16
     assert job.notices == ()
     assert job.folder == folder
-    assert job.locate("data") == folder / "data"
-    assert job.locate("s3://bucket") == "s3://bucket"
 
 
 def test_the_seed_job_is_the_same_in_json(folder: Path) -> None:

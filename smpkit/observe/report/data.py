@@ -174,7 +174,7 @@ def content_of(run: runs.Run) -> Content:
     events = _events(run.path, missing)
     summary = _summary(run.path, missing)
     curves = tuple(map(_thinned, _curves(run.path)))
-    environment = _object(run.path / runs.ENVIRONMENT)
+    environment = _parsed(_text(run.path / runs.ENVIRONMENT))
     if events is None and summary is None and not curves and not environment:
         find_events(run.path)  # raises the sentence about events
     settings = tuple(Setting(name, _shown(value), origin) for name, value, origin in environment.pop("settings", ()))
@@ -327,10 +327,6 @@ def _text(path: Path, most_bytes: int | None = None) -> str:
         return ""
 
 
-def _object(path: Path) -> dict[str, Any]:
-    return _parsed(_text(path))
-
-
 def _parsed(text: str) -> dict[str, Any]:
     """Return a JSON object; an empty one for what is none, as a line that breaks off."""
     try:
@@ -396,7 +392,9 @@ def _chosen_steps(times: StepTimes) -> dict[int, str]:
 
 def _step_views(run: Run, main: StepTimes) -> Iterator[StepView]:
     chosen = _chosen_steps(main)
-    lengths = [max(_length(run, rank, next(iter(chosen))) for rank in ranks) for ranks in run.pipelines]
+    typical = next(iter(chosen))
+    spans = [[run.step(rank, typical).span for rank in ranks] for ranks in run.pipelines]
+    lengths = [max(span.end_ns - span.start_ns for span in some) for some in spans]
     shown = first_last_and_busiest(lengths, _MOST_PIPELINES)
     for number, why in chosen.items():
         steps = [executed_step(run, number, pipeline) for pipeline in shown]
@@ -408,11 +406,6 @@ def _step_views(run: Run, main: StepTimes) -> Iterator[StepView]:
         ]
         pipelines = tuple(map(as_json, steps, stages))
         yield StepView(number, why, pipelines, tuple(each for each in memory if each is not None))
-
-
-def _length(run: Run, rank: int, number: int) -> int:
-    span = run.step(rank, number).span
-    return span.end_ns - span.start_ns
 
 
 def _memory(run: Run, number: int, rank: int, begin_ns: int) -> RankMemory | None:

@@ -24,6 +24,7 @@ better the best choice could be.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -261,10 +262,7 @@ def _undominated(states: list[_State]) -> list[_State]:
     stairs: list[tuple[float, float]] = []
     for state in states:
         _, device, host, _ = state
-        low, high = 0, len(stairs)
-        while low < high:  # the last stair with at most this much on the device
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if stairs[middle][0] <= device else (low, middle)
+        low = bisect_right(stairs, (device, inf))  # behind the last stair with at most this much on the device
         if low and stairs[low - 1][1] <= host:
             continue
         kept.append(state)

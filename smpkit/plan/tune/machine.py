@@ -37,10 +37,6 @@ class Channel:
     bytes_per_second: float
     latency_seconds: float = 0.0
 
-    def seconds(self, num_bytes: float) -> float:
-        """Return how long a message takes."""
-        return self.latency_seconds + num_bytes / self.bytes_per_second
-
 
 @dataclass(frozen=True)
 class Machine:
