@@ -82,29 +82,14 @@ class Prediction:
     plan: Plan
     choices: Mapping[str, Choice]
     """By unit, of those that can be recomputed."""
-    compute_seconds: float
-    """Of the busiest rank, recomputation included."""
-    bubble_seconds: float
-    communication_seconds: float
-    stall_seconds: float
-    optimizer_seconds: float
+    parts: Mapping[str, float]
+    """What the step is made of, in seconds: `compute` is that of the busiest rank, with recomputation."""
     gap: float
     """By which share another choice for the layers could be faster."""
 
     @property
     def step_seconds(self) -> float:
-        return sum(seconds for _, seconds in self.parts)
-
-    @property
-    def parts(self) -> tuple[tuple[str, float], ...]:
-        """What the step is made of, in seconds."""
-        return (
-            ("compute", self.compute_seconds),
-            ("bubble", self.bubble_seconds),
-            ("communication", self.communication_seconds),
-            ("stall", self.stall_seconds),
-            ("optimizer", self.optimizer_seconds),
-        )
+        return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,7 +106,7 @@ class Prediction:
         assert model is not None
         again = sum(unit.cost.recomputed_flops for unit in model.units)
         share = again / (3 * sum(unit.cost.flops for unit in model.units) + again)
-        parts = {**dict(self.parts), "recomputation": share * self.compute_seconds}
+        parts = {**self.parts, "recomputation": share * self.parts["compute"]}
         parts["compute"] -= parts["recomputation"]
         name = max((part for part in parts if part != "compute"), key=lambda part: parts[part])
         if parts[name] < 0.1 * self.step_seconds:
@@ -267,18 +252,14 @@ def _prediction(
     waited = 2 * config.microbatches * sum(speed.collective_seconds.get(name, 0.0) for name in units)
     # Ranks of a host that share cores need together at least this long.
     shared = mesh.size / len(busy) / job.hosts * sum(busy) / machine.parallel_ranks
-    return Prediction(
-        config,
-        job,
-        plan,
-        choices,
-        compute_seconds=busy[slowest] - waited,
-        bubble_seconds=max(timeline.makespan_seconds, shared) - busy[slowest],
-        communication_seconds=waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
-        stall_seconds=max((each.stall_seconds for each in plan.forecasts), default=0.0),
-        optimizer_seconds=max(_num_updated(each, job.optimizer) for each in plan.memory) / machine.updates_per_second,
-        gap=gap,
-    )
+    parts = {
+        "compute": busy[slowest] - waited,
+        "bubble": max(timeline.makespan_seconds, shared) - busy[slowest],
+        "communication": waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
+        "stall": max((each.stall_seconds for each in plan.forecasts), default=0.0),
+        "optimizer": max(_num_updated(each, job.optimizer) for each in plan.memory) / machine.updates_per_second,
+    }
+    return Prediction(config, job, plan, choices, parts, gap)
 
 
 def _exposed_seconds(
