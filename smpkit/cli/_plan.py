@@ -205,7 +205,7 @@ def _plan(world: World, ranks: int, hosts: int, asked: Asked, model: ModelFacts 
 
 
 def _form(world: World, ranks: int) -> tuple[Any, ...]:
-    """Return what worlds have in common that one process can describe, and then what those have that look alike."""
+    """Return a key that worlds share whose models look alike; those of one process share its first part."""
     config = world.parameters
     cut = (config.pipeline_parallel_degree, config.virtual_pipeline_degree)
     group = (world.folder, ranks, () if config.auto_partition else cut)

@@ -16,8 +16,8 @@ def ask(module: str, arguments: Sequence[str], what: str, needs: str, deadline_s
     """Return what a module prints.
 
     Args:
-        what: the process does, for messages: "`zoo:Net` could not be described".
-        needs: torch, as the start of a sentence: "planning a model".
+        what: the sentence for a process that fails: "`zoo:Net` could not be described".
+        needs: what needs torch, as the start of a sentence: "planning a model".
         deadline_seconds: None for work that takes as long as there is data.
     """
     command = [*module_command(module), *arguments]

@@ -34,7 +34,7 @@ MEMORY_KINDS: Final = {
 
 @dataclass(frozen=True)
 class World:
-    """Who takes part, and what is trained."""
+    """What a file says about who takes part, and what is trained."""
 
     parameters: ModelParallelConfig
     name: str = ""

@@ -24,8 +24,8 @@ from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem, UsageError
 
 Override = tuple[str, str]
-"""A flag and what it was given: `("--set", "compute.spot=true")`, `("-p", "microbatches=8")`, `("-H", "lr=0.1")`; of
-`("--ranks", "2")` the ranks are on all hosts together. Values are read as YAML."""
+"""A flag and what it was given: `("--set", "compute.spot=true")`, `("-p", "microbatches=8")`, `("-H", "lr=0.1")`,
+`("--ranks", "2")` for the ranks on all hosts together. Values are read as YAML."""
 
 _KIND_NAMES: Mapping[str, str] = {
     "job": "job file",

@@ -136,7 +136,7 @@ def as_json(step: ExecutedStep, stages: Sequence[int] | None = None) -> dict[str
     """Return a step as `smpkit timeline --json` prints it and the page of a report draws it; times are seconds.
 
     Args:
-        stages: those that lists by stage are of; None: all.
+        stages: those of which lists by stage tell; None: all.
     """
     shown = range(len(step.ranks)) if stages is None else stages
     return {

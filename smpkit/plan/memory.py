@@ -269,8 +269,8 @@ class Share:
         tp_rank: position among the ranks that share distributed modules.
         dp_size: how many ranks hold the partition.
         rdp_size: how many are exact replicas.
-        positions: of optimizer states that are dealt out, the position among both of each rank that is meant; the one
-            with most states counts. Empty: each rank has all states.
+        positions: where optimizer states are dealt out, for each rank that is meant its position among `dp_size` and
+            among `rdp_size` ranks; the rank with most states counts. Empty: each rank has all states.
         sharding_degree: over how many replicas parameters, gradients and states are divided.
     """
 

@@ -28,7 +28,7 @@ class Change:
     is_on: bool = False
     """The job has the setting, and it is taken away."""
     recomputes: bool | None = None
-    """Whether layers are checkpointed then; None: those that are."""
+    """Whether layers are checkpointed then; None: as they are now."""
 
     def of(self, config: ModelParallelConfig) -> dict[str, Any]:
         """Return the parameters of a configuration with the change; those that mean nothing any more are left out."""

@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RuledOut:
-    """Why a configuration is none."""
+    """Why a configuration cannot run."""
 
     kind: str
     """`memory`, `batch` or `partition`."""
