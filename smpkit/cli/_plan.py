@@ -384,36 +384,27 @@ def _several(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _report(planned: Planned) -> Iterator[str]:
-    plan, mesh = planned.plan, planned.plan.mesh
+    plan, asked = planned.plan, planned.asked
     name = f"{planned.world.name}: " if planned.world.name else ""
     yield f"{name}{planned.ranks} rank{'s' * (planned.ranks != 1)} on {planned.hosts} host{'s' * (planned.hosts != 1)}"
-    yield ""
+    parts = [_mesh(planned), _groups(planned), _schedule(planned)]
+    if plan.model is not None and asked is not None:
+        parts += [_partition(plan), _values(plan.recorded), _memory(planned, asked)]
+        parts += [_offloading(planned, asked), _features(planned.features)]
+        if planned.automatic is not None:
+            parts.append(fold('strategy="auto" would ', layer_lines(planned.automatic), width(), "; "))
+    for part in parts:
+        if lines := list(part):
+            yield ""
+            yield from lines
+
+
+def _mesh(planned: Planned) -> Iterator[str]:
+    mesh = planned.plan.mesh
     yield f"mesh      pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}, {mesh.strategy}"
     if (sharding := planned.world.parameters.sharded_data_parallel_degree) > 1:
         yield f"sharding  parameters, gradients and optimizer states are divided over {sharding} data-parallel ranks"
     yield from (f"{_INDENT}{line}".rstrip() for line in mesh.draw(width() - len(_INDENT)).splitlines())
-    yield ""
-    yield from _groups(planned)
-    yield ""
-    yield from _schedule(planned)
-    if plan.model is None or planned.asked is None:
-        return
-    yield ""
-    yield from _partition(plan)
-    yield ""
-    if plan.recorded is not None:
-        yield from _values(plan.recorded)
-        yield ""
-    yield from _memory(planned, planned.asked)
-    if plan.forecasts:
-        yield ""
-        yield from _offloading(planned, planned.asked)
-    if planned.features:
-        yield ""
-        yield from _features(planned.features)
-    if planned.automatic is not None:
-        yield ""
-        yield from fold('strategy="auto" would ', layer_lines(planned.automatic), width(), "; ")
 
 
 def _groups(planned: Planned) -> Iterator[str]:
@@ -477,8 +468,10 @@ def _shortened(names: Sequence[str]) -> list[str]:
     return [*(f"{name}," for name in chosen[:-1]), *chosen[-1:]]
 
 
-def _values(recorded: RecordedGraph) -> Iterator[str]:
+def _values(recorded: RecordedGraph | None) -> Iterator[str]:
     """Yield what one microbatch sends, and, where it comes back to a stage, what each visit runs."""
+    if recorded is None:
+        return
     forward = sum(value.num_bytes for value in recorded.values)
     back = sum(value.num_bytes for value in recorded.values if value.differentiable)
     count = f"{len(recorded.values)} value{'s' * (len(recorded.values) != 1)}"
@@ -516,6 +509,8 @@ def _memory(planned: Planned, asked: Asked) -> Iterator[str]:
 
 def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
     """Yield what activation offloading moves, saves and costs on each stage."""
+    if not planned.plan.forecasts:
+        return
     horizon = planned.world.parameters.activation_loading_horizon
     speeds = f"over a link of {asked.link_gbs:g} GB/s each way, by devices of {asked.tflops:g} TFLOP/s"
     yield f"offload   at horizon {horizon}, {speeds}"
@@ -529,6 +524,8 @@ def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
 
 def _features(known: Sequence[Feature]) -> Iterator[str]:
     """Yield what each feature saves and costs here, by the simulated schedule; those that are on have a mark."""
+    if not known:
+        return
     rows = [["features", "saved on the fullest rank", "on the host", "time per sample"]]
     for each in known:
         host = f"+{amount(each.host_bytes)}" if each.host_bytes else ""

@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -27,7 +27,6 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from smpkit.cli import _console
-from smpkit.errors import SmpkitError
 from smpkit.observe.runs import find_runs
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class BackendChoice:
             options += f" --profile {access.profile}" if access.profile != self.profile else ""
             options += f" --region {access.region}" if access.region != self.region else ""
         if options:
-            _repeat_in_messages(options)
+            _console.repeat_in_commands(options)
         return open_backend(name, access)
 
 
@@ -116,13 +115,8 @@ def backend_options(function: _Function) -> _Function:
         source = click.get_current_context().get_parameter_source
         for name, value in (("profile", profile), ("region", region), ("backend", backend)):
             if value is not None and source(name) is ParameterSource.COMMANDLINE:  # the environment applies anyway
-                _repeat_in_messages(f" --{name} {shlex.quote(value)}")
-        try:
-            return function(*args, chosen=BackendChoice(profile, region, backend), **options)
-        except SmpkitError as error:
-            if error.hint is not None:
-                error.hint = _console.current().complete(error.hint)
-            raise
+                _console.repeat_in_commands(f" --{name} {shlex.quote(value)}")
+        return function(*args, chosen=BackendChoice(profile, region, backend), **options)
 
     known = "`sagemaker`, `slurm`, `kubernetes` or `batch`. Default: the job file's, else `sagemaker`."
     options = (
@@ -133,12 +127,6 @@ def backend_options(function: _Function) -> _Function:
         ),
     )
     return with_options(command, *options)  # type: ignore[return-value]
-
-
-def _repeat_in_messages(options: str) -> None:
-    """Let commands that messages name have these options, too, so that they find the same jobs when pasted."""
-    console = _console.current()
-    click.get_current_context().obj = replace(console, options=console.options + options)
 
 
 def _complete_backend(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
