@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,7 +119,6 @@ class Planned:
     """A plan, and what it is of."""
 
     world: World
-    hosts: int
     plan: Plan
     asked: Asked | None = None
     features: tuple[Feature, ...] = ()
@@ -164,19 +163,16 @@ class Row:
         return step_of(plan) / samples if samples else None
 
 
-def _plans_of(worlds: Sequence[World], asked: Asked) -> list[Planned | ConfigError]:
+def _plans_of(worlds: Sequence[World | ConfigError], asked: Asked) -> list[Planned | ConfigError]:
     """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
-    sized = [(world, _size(world, asked)) for world in worlds]
-    forms = {_form(world, size[0]): world for world, size in sized if not isinstance(size, ConfigError)}
+    sized = [world if isinstance(world, ConfigError) else _sized(world, asked) for world in worlds]
+    forms = {_form(world): world for world in sized if isinstance(world, World)}
     models = _described(forms, asked.model) if asked.model else {}
-    return [
-        size if isinstance(size, ConfigError) else _plan(world, *size, asked, models.get(_form(world, size[0])))
-        for world, size in sized
-    ]
+    return [each if isinstance(each, ConfigError) else _plan(each, asked, models.get(_form(each))) for each in sized]
 
 
-def _size(world: World, asked: Asked) -> tuple[int, int] | ConfigError:
-    """Return the number of ranks and of hosts; by default the fewest ranks that hold one model."""
+def _sized(world: World, asked: Asked) -> World | ConfigError:
+    """Return a world with all its ranks and hosts; by default the fewest ranks that hold one model."""
     hosts = asked.hosts or world.hosts
     needed = world.parameters.pipeline_parallel_degree * world.parameters.tensor_parallel_degree
     ranks = asked.ranks or hosts * (world.per_host or -(-needed // hosts))
@@ -184,31 +180,31 @@ def _size(world: World, asked: Asked) -> tuple[int, int] | ConfigError:
         message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
         return ConfigError([Problem((), message, "change --ranks or --hosts")], subject="plan")
     problems = world.parameters.world_problems(ranks)
-    return ConfigError(problems, subject="plan") if problems else (ranks, hosts)
+    return ConfigError(problems, subject="plan") if problems else replace(world, hosts=hosts, ranks=ranks)
 
 
-def _plan(world: World, ranks: int, hosts: int, asked: Asked, model: ModelFacts | None) -> Planned | ConfigError:
-    config, speed = world.parameters, asked.speed
+def _plan(world: World, asked: Asked, model: ModelFacts | None) -> Planned | ConfigError:
+    config, ranks, speed = world.parameters, world.ranks, asked.speed
     if model is None:
-        return Planned(world, hosts, decide(config, ranks))
+        return Planned(world, decide(config, ranks))
     try:
         plan = decide(config, ranks, model, speed, asked.optimizer)
     except ConfigError as error:
         return error
     if not model.traced:
-        return Planned(world, hosts, plan, asked)
+        return Planned(world, plan, asked)
     known = tuple(features(config, ranks, model, speed, asked.optimizer, plan))
     limit_gib, choices = config.memory_budget_gib or asked.memory_gib, None
     if limit_gib is not None:
         choices = automatic(config, model, plan, speed, limit_gib * _GIB, on_host=world.computes_on_host)
-    return Planned(world, hosts, plan, asked, known, choices)
+    return Planned(world, plan, asked, known, choices)
 
 
-def _form(world: World, ranks: int) -> tuple[Any, ...]:
+def _form(world: World) -> tuple[Any, ...]:
     """Return a key that worlds share whose models look alike; those of one process share its first part."""
     config = world.parameters
     cut = (config.pipeline_parallel_degree, config.virtual_pipeline_degree)
-    group = (world.folder, ranks, () if config.auto_partition else cut)
+    group = (world.folder, world.ranks, () if config.auto_partition else cut)
     kinds = (config.bf16, config.fp16, config.prescaled_batch, config.optimize, config.tensor_parallel_degree)
     return group, cut, config.memory_weight, kinds, config.sharded_data_parallel_degree > 1
 
@@ -241,9 +237,7 @@ def _rows_of(
             if not changes:  # a file that is wrong as it is says all that is wrong
                 raise
             worlds.append(error)
-    plans = iter(_plans_of([world for world in worlds if isinstance(world, World)], asked))
-    for (file, changes), world in zip(combinations, worlds, strict=True):
-        planned = world if isinstance(world, ConfigError) else next(plans)
+    for (file, changes), planned in zip(combinations, _plans_of(worlds, asked), strict=True):
         changed = (f"{key.rpartition('.')[2]} {value}" for key, value in changes)
         name = ", ".join([*[str(file)] * (len(files) > 1), *changed])
         if isinstance(planned, ConfigError):
@@ -286,7 +280,7 @@ def as_plain(planned: Planned) -> dict[str, Any]:
     content: dict[str, Any] = {
         "name": planned.world.name or None,
         "ranks": planned.ranks,
-        "hosts": planned.hosts,
+        "hosts": planned.world.hosts,
         "mesh": {"pipeline": mesh.pp_size, "tensor": mesh.tp_size, "data": mesh.rdp_size, "placement": mesh.strategy},
         "groups": {
             kind.value.removesuffix("_GROUP").lower(): [list(group) for group in mesh.groups(kind)]
@@ -384,9 +378,9 @@ def _several(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _report(planned: Planned) -> Iterator[str]:
-    plan, asked = planned.plan, planned.asked
-    name = f"{planned.world.name}: " if planned.world.name else ""
-    yield f"{name}{planned.ranks} rank{'s' * (planned.ranks != 1)} on {planned.hosts} host{'s' * (planned.hosts != 1)}"
+    plan, asked, world = planned.plan, planned.asked, planned.world
+    name = f"{world.name}: " if world.name else ""
+    yield f"{name}{planned.ranks} rank{'s' * (planned.ranks != 1)} on {world.hosts} host{'s' * (world.hosts != 1)}"
     parts = [_mesh(planned), _groups(planned), _schedule(planned)]
     if plan.model is not None and asked is not None:
         parts += [_partition(plan), _values(plan.recorded), _memory(planned, asked)]
@@ -408,8 +402,8 @@ def _mesh(planned: Planned) -> Iterator[str]:
 
 
 def _groups(planned: Planned) -> Iterator[str]:
-    per_host = planned.ranks // planned.hosts
-    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(planned.hosts)]
+    per_host = planned.ranks // planned.world.hosts
+    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(planned.world.hosts)]
     yield from fold("hosts     ", _listed([tuple(ranks) for ranks in hosts]), width())
     for name, kind in (("mp", CommGroup.MP_GROUP), ("dp", CommGroup.DP_GROUP), ("tp", CommGroup.TP_GROUP)):
         groups = planned.plan.mesh.groups(kind)

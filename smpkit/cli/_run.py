@@ -379,7 +379,7 @@ def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
     if parameters is None:
         return None
     try:
-        return as_plain(Planned(World(parameters, job.config.name), hosts, decide(parameters, ranks)))
+        return as_plain(Planned(World(parameters, job.config.name, hosts), decide(parameters, ranks)))
     except SmpkitError:
         return None  # the ranks will refuse the same, with the reason
 

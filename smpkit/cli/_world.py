@@ -44,6 +44,8 @@ class World:
     instance_type: str = "local"
     folder: Path = Path()
     """Where modules of the job are imported from."""
+    ranks: int = 0
+    """On all hosts; 0: not known yet."""
 
     @property
     def computes_on_host(self) -> bool:
