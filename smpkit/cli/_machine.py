@@ -59,15 +59,15 @@ def _torch(*, needed: bool) -> Finding:
     if version is None:
         text = "torch is not installed here (needed in the image and for `smpkit run`)"
         return Finding("torch", "problem" if needed else "info", text, _INSTALL_TORCH)
-    parts = [f"{name} {found}" for name, package in _WITH_TORCH if (found := version_of(package))]
+    parts = [f"{name} {installed}" for name, package in _WITH_TORCH if (installed := version_of(package))]
     return Finding("torch", "ok", ", ".join([f"torch {version}", *(parts or _FOR_CPU)]))
 
 
 def _gpus() -> Finding:
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     names: list[str] = []
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         names = done.stdout.strip().splitlines()
     if not names:
         return Finding("gpus", "info", "no GPU: ranks run on the CPU")
@@ -85,10 +85,10 @@ def _docker() -> Finding:
 
 
 def _compiler() -> Finding:
-    found = compilers.find_compiler()
-    if found is None:
+    path = compilers.find_compiler()
+    if path is None:
         return Finding("compiler", "info", "no C++ compiler (kernels of the host are compiled where there is one)")
-    return Finding("compiler", "ok", f"C++ compiler: {found}")
+    return Finding("compiler", "ok", f"C++ compiler: {path}")
 
 
 def _shared_memory(folder: Path) -> Iterator[Finding]:
@@ -106,8 +106,8 @@ def _shared_memory(folder: Path) -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     try:
-        found = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
-        free, total = int(found["MemAvailable"]) * 1024, int(found["MemTotal"]) * 1024
+        sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
+        free, total = int(sizes["MemAvailable"]) * 1024, int(sizes["MemTotal"]) * 1024
     except (OSError, KeyError):
         return
     yield Finding("memory", "ok", f"memory: {amount(free)} free of {amount(total)}, {os.cpu_count()} processors")

@@ -211,12 +211,12 @@ def _form(world: World) -> tuple[Any, ...]:
 
 def _described(forms: Mapping[tuple[Any, ...], World], target: str) -> dict[tuple[Any, ...], ModelFacts]:
     """Describe the model in each form, by one process for each group: it imports the user's module and torch."""
-    known: dict[tuple[Any, ...], ModelFacts] = {}
+    models: dict[tuple[Any, ...], ModelFacts] = {}
     for group in dict.fromkeys(form[0] for form in forms):
         members = [form for form in forms if form[0] == group]
         configs = [forms[form].parameters for form in members]
-        known.update(zip(members, describe(target, group[0], configs, group[1]), strict=True))
-    return known
+        models.update(zip(members, describe(target, group[0], configs, group[1]), strict=True))
+    return models
 
 
 def _rows_of(

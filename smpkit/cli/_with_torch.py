@@ -30,9 +30,9 @@ def ask(module: str, arguments: Sequence[str], what: str, needs: str, deadline_s
     if done.returncode == 0:
         return done.stdout
     try:
-        said = json.loads(done.stdout)
-        kind = UsageError if said["exit_code"] == UsageError.exit_code else SmpkitError
-        raise kind(printable(said["error"]), hint=said["hint"])
+        answer = json.loads(done.stdout)
+        kind = UsageError if answer["exit_code"] == UsageError.exit_code else SmpkitError
+        raise kind(printable(answer["error"]), hint=answer["hint"])
     except (ValueError, KeyError, TypeError):
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         hint = f"`-v` shows all it said; {needs} needs `pip install smpkit[torch]`"

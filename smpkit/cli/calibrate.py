@@ -49,13 +49,13 @@ def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) ->
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "calibration.json")
         _measure(number, seconds, written)
-        found = read_calibration(written)
+        calibration = read_calibration(written)
         text = written.read_text(encoding="utf-8")
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SmpkitError(f"`{output}` cannot be written: {error.strerror}", hint="choose another `--output`") from None
-    click.echo(text.rstrip() if as_json else "\n".join(_report(found)))
+    click.echo(text.rstrip() if as_json else "\n".join(_report(calibration)))
     console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
 
 
@@ -81,8 +81,8 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
         raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
     _console.current().detail(done.stderr.rstrip())
     if done.returncode or not path.is_file():
-        said = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
-        last = said[-1].strip() if said else "they said nothing"
+        errors = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
+        last = errors[-1].strip() if errors else "they said nothing"
         raise SmpkitError(f"the ranks that measure failed: {last}", hint="`smpkit -v calibrate` shows all they said")
 
 

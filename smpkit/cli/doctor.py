@@ -63,6 +63,6 @@ def _versions() -> dict[str, str]:
     from smpkit.cli._machine import version_of
 
     source = commit()
-    known = {"smpkit": smpkit.__version__} | ({"commit": source} if source else {})
-    known["Python"] = f"{sys.version.split()[0]} on {platform.platform()}"
-    return known | {package: version_of(package) or "not installed" for package in _PACKAGES}
+    versions = {"smpkit": smpkit.__version__} | ({"commit": source} if source else {})
+    versions["Python"] = f"{sys.version.split()[0]} on {platform.platform()}"
+    return versions | {package: version_of(package) or "not installed" for package in _PACKAGES}

@@ -168,11 +168,11 @@ def strict_json(text: str, name: str, *, is_file: bool = False) -> Any:
     """Read strict JSON: no comments, no NaN, and no name that is written twice, which a file's reader tells by line."""
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs) and not is_file:
+        content = dict(pairs)
+        if len(content) < len(pairs) and not is_file:
             names = [key for key, _ in pairs]
             raise ValueError(f"{quoted(next(key for key in names if names.count(key) > 1))} is written twice")
-        return made
+        return content
 
     def no_constant(constant: str) -> NoReturn:
         raise ValueError(f"`{constant}` is not a number that JSON knows")

@@ -339,8 +339,8 @@ class ModelParallelConfig(Section):
             ConfigError: with all problems, each named by its key.
         """
         raw = _from_script(config) | _from_environment(environment_json)
-        made = validated(cls, raw, subject="modelparallel parameters")
-        return made, made.notices(raw)
+        combined = validated(cls, raw, subject="modelparallel parameters")
+        return combined, combined.notices(raw)
 
 
 class ModelParallelParameters(TypedDict, total=False):

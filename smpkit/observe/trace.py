@@ -199,11 +199,11 @@ def _profile_events(run: Run, rank: int, profile: Mapping[str, Any]) -> Iterator
     marks = [each for each in profile["traceEvents"] if each.get("ph") == "X" and each.get("cat") == "user_annotation"]
     ours = [each for each in marks if str(each.get("name", "")).startswith(PROFILED)]
     begins = {int(each["name"].removeprefix(PROFILED)): float(each["ts"]) for each in ours}
-    known = next((number for number in begins if number in run.steps), None)
-    if known is None:
+    recorded = next((number for number in begins if number in run.steps), None)
+    if recorded is None:
         message = f"the profile of rank {rank} has none of the recorded steps"
         raise EventsError(message, hint="record as many steps: SMPKIT_EVENTS_STEPS")
-    offset = _microseconds(run.step(rank, known).span.start_ns) - begins[known]
+    offset = _microseconds(run.step(rank, recorded).span.start_ns) - begins[recorded]
     threads: dict[tuple[Any, Any], int] = {}
     names: dict[tuple[Any, Any], str] = {}
     for event in profile["traceEvents"]:

@@ -256,14 +256,14 @@ def _summary(folder: Path, missing: dict[str, str]) -> RunSummary | None:
 
 def _curves(folder: Path) -> Iterator[Curve]:
     """Yield what was logged, the loss first."""
-    found: defaultdict[str, dict[int, float | None]] = defaultdict(dict)
+    points: defaultdict[str, dict[int, float | None]] = defaultdict(dict)
     for logged in read_values(folder):
         for name, value in logged.values.items():
             # A run that was resumed logs some steps again: the last time counts.
-            found[name][logged.step] = value if math.isfinite(value) else None
-    for name in sorted(found, key=lambda name: name != LOSS):
-        steps = sorted(found[name])
-        values = tuple(found[name][step] for step in steps)
+            points[name][logged.step] = value if math.isfinite(value) else None
+    for name in sorted(points, key=lambda name: name != LOSS):
+        steps = sorted(points[name])
+        values = tuple(points[name][step] for step in steps)
         gaps = [step for step, value in zip(steps, values, strict=True) if value is None]
         often = "once, at" if len(gaps) == 1 else f"{len(gaps):,} times, first at"
         yield Curve(name, tuple(steps), values, f"NaN or infinite {often} step {gaps[0]:,}" if gaps else "")

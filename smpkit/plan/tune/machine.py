@@ -180,11 +180,11 @@ def _speed_of(link: HostLink) -> LinkSpeed:
 
 
 def _collectives(calibration: Calibration) -> dict[tuple[Operation, int], Channel]:
-    found: dict[tuple[Operation, int], list[tuple[float, float]]] = {}
+    measured: dict[tuple[Operation, int], list[tuple[float, float]]] = {}
     for each in calibration.collectives:
-        found.setdefault((each.operation, each.ranks), []).append((each.num_bytes, each.seconds))
+        measured.setdefault((each.operation, each.ranks), []).append((each.num_bytes, each.seconds))
     fitted = {}
-    for (operation, ranks), points in found.items():
+    for (operation, ranks), points in measured.items():
         rounds = (2 if operation == "all_reduce" else 1) * (ranks - 1)
         if channel := _fit(points, rounds, share=1 / ranks):
             fitted[operation, ranks] = channel
