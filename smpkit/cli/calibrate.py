@@ -61,11 +61,15 @@ def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) ->
 
 def _measure(ranks: int, seconds: float, path: Path) -> None:
     """Run the measurement on so many ranks and wait for its file."""
+    import importlib.util
+
     from smpkit.modules import module_command
     from smpkit_container.launch import meeting_port
     from smpkit_container.topology import Topology
 
-    _require_torch()
+    if importlib.util.find_spec("torch") is None:
+        message = f"torch is not installed beside smpkit ({sys.executable}), and ranks measure with it"
+        raise UnsupportedError(message, hint="`pip install 'smpkit[torch]'`")
     topology = Topology(hosts=("localhost",), node_rank=0, processes_per_host=ranks, launcher="torchrun")
     program = [*module_command("smpkit.torch.calibrate"), str(path), str(seconds)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -84,16 +88,6 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
         errors = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
         last = errors[-1].strip() if errors else "they said nothing"
         raise SmpkitError(f"the ranks that measure failed: {last}", hint="`smpkit -v calibrate` shows all they said")
-
-
-def _require_torch() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
-        raise UnsupportedError(
-            f"torch is not installed beside smpkit ({sys.executable}), and ranks measure with it",
-            hint="`pip install 'smpkit[torch]'`",
-        )
 
 
 def _report(found: Calibration) -> Iterator[str]:

@@ -194,15 +194,11 @@ _NAMES: Final = {kind: name for name, kind in _TYPES.items()}
 _encoded: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def file_name(rank: int) -> str:
-    return f"events_{rank}.jsonl"
-
-
 class EventWriter:
     """Writes the file of one rank, replacing one that is there; every call is one write, so a crash loses little."""
 
     def __init__(self, folder: Path, header: Header) -> None:
-        self.path = folder / file_name(header.rank)
+        self.path = folder / f"events_{header.rank}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.write_text(_encoded({"format": FORMAT, **vars(header)}) + "\n", encoding="ascii")

@@ -191,7 +191,10 @@ def memory_of_ranks(
     share = share or Share()
     pieces_reduced = replicated and (share.rdp_size > 1 or share.dp_size == 1)
     places = assignment.partition_of
-    held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
+    held = [
+        {*model.loose}.union(*(unit.tensors for unit in model.units if places[unit.cost.name] == rank))
+        for rank in range(assignment.num_partitions)
+    ]
     num_holders = Counter(name for names in held for name in names)
     alone = {name for name in model.tensors if num_holders[name] == 1}
     memories = []
@@ -231,14 +234,6 @@ def memory_of_ranks(
             )
         )
     return tuple(memories)
-
-
-def _held(model: ModelFacts, places: Mapping[str, int], rank: int) -> set[str]:
-    names = set(model.loose)
-    for unit in model.units:
-        if places[unit.cost.name] == rank:
-            names.update(unit.tensors)
-    return names
 
 
 def _bytes(tensors: Iterable[TensorFacts]) -> int:
