@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -43,7 +44,7 @@ from smpkit.plan.decide import decide
 from smpkit_container.__main__ import main
 from smpkit_container.environment import count_gpus
 from smpkit_container.mpi import find_mpirun
-from smpkit_estimator.docker import DockerRun, check, run_in_docker
+from smpkit_estimator.docker import check, run_in_docker
 from smpkit_estimator.image import Recipe, build_image
 from smpkit_estimator.local import LocalPlan, LocalRun, collected, lay_out, plan_local_run
 
@@ -131,10 +132,7 @@ def _run_here(job: LoadedJob, arguments: Sequence[str], debugged: int | None, *,
     plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
     environ = {**os.environ, **_debugged(debugged, plan.ranks)}
-
-    def train(folder: Path) -> LocalRun:
-        return run_local(plan, folder, arguments, environ, events=events)
-
+    train = partial(run_local, plan, arguments=arguments, environ=environ, events=events)
     folder, done = _recorded(job, plan, "on this machine", train)
     if done.exit_code == 0 and not done.stopped:  # the launcher has said how it ended otherwise
         _console.current().note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
@@ -206,19 +204,8 @@ def _run_in_docker(
     plan = plan_local_run(job.config, job.folder, num_gpus, hosts)
     check()
     image = job.config.image or build_image(recipe)
-
-    def train(folder: Path) -> DockerRun:
-        return run_in_docker(
-            plan,
-            image,
-            folder,
-            arguments,
-            show=_show_line,
-            gpus=gpus,
-            interrupt_after=interrupt_after,
-            events=events,
-        )
-
+    run = partial(run_in_docker, plan, image, arguments=arguments, show=_show_line, events=events)
+    train = partial(run, gpus=gpus, interrupt_after=interrupt_after)
     where = f"in {hosts} container{'s' * (hosts != 1)} of {image}"
     folder, done = _recorded(job, plan, where, train)
     console = _console.current()
