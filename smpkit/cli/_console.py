@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from smpkit.errors import ConfigError, Problem, SmpkitError
+from smpkit.units import things
 
 if TYPE_CHECKING:  # `--help` does without it
     from pathlib import Path
@@ -90,8 +91,7 @@ def print_error(error: SmpkitError) -> None:
         return
     for problem in error.problems:
         _talk(_with_hint_styled(str(problem)) + "\n")
-    count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
-    print_failure(f"{count} in the {error.subject}", error.hint)
+    print_failure(f"{things(len(error.problems), 'problem')} in the {error.subject}", error.hint)
 
 
 def print_failure(message: str, hint: str | None = None) -> None:

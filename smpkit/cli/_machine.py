@@ -16,7 +16,7 @@ from typing import Final
 import smpkit
 from smpkit import compilers
 from smpkit.config.job import JobConfig
-from smpkit.units import amount
+from smpkit.units import amount, things
 from smpkit_container.mpi import find_mpirun
 from smpkit_estimator import docker
 from smpkit_estimator.backend import Finding, tried
@@ -72,7 +72,7 @@ def _gpus() -> Finding:
     if not names:
         return Finding("gpus", "info", "no GPU: ranks run on the CPU")
     name, memory, driver = (part.strip() for part in (names[0] + ",,").split(",")[:3])
-    return Finding("gpus", "ok", f"{len(names)} GPU{'s' * (len(names) != 1)}: {name}, {memory}, driver {driver}")
+    return Finding("gpus", "ok", f"{things(len(names), 'GPU')}: {name}, {memory}, driver {driver}")
 
 
 def _mpirun(*, needed: bool) -> Finding:

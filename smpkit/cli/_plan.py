@@ -29,7 +29,7 @@ from smpkit.plan.speed import Speed
 from smpkit.plan.svg import Drawing, svg
 from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.features import Feature, automatic, features, peak_of, remedy, step_of
-from smpkit.units import amount, magnitude, seconds
+from smpkit.units import amount, magnitude, seconds, things
 
 _GIB: Final = 2**30
 _MAX_GROUPS: Final = 8
@@ -339,7 +339,7 @@ def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
     drawings = []
     for name, planned in plans.items():
         timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
-        title = f"{schedule.name}, {_microbatches(schedule.num_microbatches)}, bubble {timeline.bubble:.1%}"
+        title = f"{schedule.name}, {things(schedule.num_microbatches, 'microbatch')}, bubble {timeline.bubble:.1%}"
         drawings.append(Drawing(f"{name}: {title}" if name else title, timeline))
     write_file(path, svg(drawings), "picture")
     _console.current().note(f"picture: {path}")
@@ -380,7 +380,7 @@ def _several(rows: Sequence[Row]) -> Iterator[str]:
 def _report(planned: Planned) -> Iterator[str]:
     plan, asked, world = planned.plan, planned.asked, planned.world
     name = f"{world.name}: " if world.name else ""
-    yield f"{name}{planned.ranks} rank{'s' * (planned.ranks != 1)} on {world.hosts} host{'s' * (world.hosts != 1)}"
+    yield f"{name}{things(planned.ranks, 'rank')} on {things(world.hosts, 'host')}"
     parts = [_mesh(planned), _groups(planned), _schedule(planned)]
     if plan.model is not None and asked is not None:
         parts += [_partition(plan), _values(plan.recorded), _memory(planned, asked)]
@@ -425,14 +425,10 @@ def _span(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _microbatches(number: int) -> str:
-    return f"{number} microbatch{'es' * (number != 1)}"
-
-
 def _schedule(planned: Planned) -> Iterator[str]:
     timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
     active = planned.world.parameters.active_microbatches
-    count = f"{_microbatches(schedule.num_microbatches)}, at most {active} active"
+    count = f"{things(schedule.num_microbatches, 'microbatch')}, at most {active} active"
     name = f"{schedule.name} (1F1B)" if schedule.name == "interleaved" else schedule.name
     yield f"schedule  {name}, {count}, predicted bubble {timeline.bubble:.1%}"
     yield from draw(schedule, width=width()).splitlines()
@@ -468,7 +464,7 @@ def _values(recorded: RecordedGraph | None) -> Iterator[str]:
         return
     forward = sum(value.num_bytes for value in recorded.values)
     back = sum(value.num_bytes for value in recorded.values if value.differentiable)
-    count = f"{len(recorded.values)} value{'s' * (len(recorded.values) != 1)}"
+    count = things(len(recorded.values), "value")
     yield f"values    a microbatch sends {count}, {amount(forward)}, and {amount(back)} of gradients back"
     visits = Counter(segment.rank for segment, _ in recorded.segments)
     for segment, names in recorded.segments:

@@ -41,6 +41,7 @@ from smpkit.observe.runs import ENVIRONMENT, EVENTS, JOB, PLAN, SUMMARY, TRACE, 
 from smpkit.observe.summary import RunSummary, read_summary, write_summary
 from smpkit.observe.trace import chrome_trace, profiles_of
 from smpkit.plan.decide import decide
+from smpkit.units import things
 from smpkit_container.__main__ import main
 from smpkit_container.environment import count_gpus
 from smpkit_container.mpi import find_mpirun
@@ -206,7 +207,7 @@ def _run_in_docker(
     image = job.config.image or build_image(recipe)
     run = partial(run_in_docker, plan, image, arguments=arguments, show=_show_line, events=events)
     train = partial(run, gpus=gpus, interrupt_after=interrupt_after)
-    where = f"in {hosts} container{'s' * (hosts != 1)} of {image}"
+    where = f"in {things(hosts, 'container')} of {image}"
     folder, done = _recorded(job, plan, where, train)
     console = _console.current()
     if done.stopped:
@@ -251,7 +252,7 @@ def _summary(plan: LocalPlan) -> str:
         return f"`{plan.job.entry_point}`, once on each of {plan.hosts} hosts" if plan.hosts > 1 else "a shell script"
     # The launcher starts the ranks itself, unless MPI does.
     by = " with mpirun" if plan.job.distribution.launcher == "mpirun" else ""
-    return f"{plan.ranks} rank{'s' * (plan.ranks != 1)}{by}, {plan.job.distribution.degrees(plan.ranks)}"
+    return f"{things(plan.ranks, 'rank')}{by}, {plan.job.distribution.degrees(plan.ranks)}"
 
 
 def _end_of(done: LocalRun) -> str:

@@ -25,7 +25,7 @@ from smpkit.plan.tune.instances import INSTANCES
 from smpkit.plan.tune.machine import Machine, from_calibration, published, with_memory
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, usable_bytes
 from smpkit.plan.tune.search import SearchResult, search
-from smpkit.units import seconds
+from smpkit.units import seconds, things
 
 _GIB: Final = 2**30
 _MOST_TENSOR_RANKS: Final = 16
@@ -181,7 +181,7 @@ def _changes(best: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:
 def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> Iterator[str]:
     """Yield a ranking, what the first of it takes and sets, and why others were ruled out."""
     model = next(iter(job.models.values()))
-    where = f"{job.ranks} rank{'s' * (job.ranks != 1)} on {job.hosts} host{'s' * (job.hosts != 1)}"
+    where = f"{things(job.ranks, 'rank')} on {things(job.hosts, 'host')}"
     yield f"{name}{': ' * bool(name)}{where} of {job.machine.name}"
     yield from fold("facts     ", [job.machine.source], width())
     yield f"model     {model.name}, {job.samples} samples ({job.tokens} tokens) in a step"

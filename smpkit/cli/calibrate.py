@@ -15,7 +15,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
-from smpkit.units import amount, magnitude, seconds
+from smpkit.units import amount, magnitude, seconds, things
 
 if TYPE_CHECKING:
     from smpkit.plan.tune.calibration import Calibration
@@ -45,7 +45,7 @@ def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) ->
 
     number = ranks or count_gpus(os.environ) or 2
     console = _console.current()
-    console.note(f"Measuring this machine with {number} rank{'s' * (number != 1)} for about {seconds:g} s")
+    console.note(f"Measuring this machine with {things(number, 'rank')} for about {seconds:g} s")
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "calibration.json")
         _measure(number, seconds, written)
