@@ -21,17 +21,11 @@ def main() -> NoReturn:
 def _open_standard_streams() -> None:
     """Open the streams that the caller closed (`>&-`): else the next file that is opened takes their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if not _is_open(number):
+        try:
+            os.fstat(number)
+        except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -8,12 +8,7 @@ from typing import Any
 
 
 def names_on_demand(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return `__getattr__` for a package.
-
-    Args:
-        package: its name.
-        modules: names, and the modules that have them.
-    """
+    """Return `__getattr__` for a package that has these names, each from its module."""
 
     def look_up(name: str) -> Any:
         if name not in modules:

@@ -29,6 +29,12 @@ def count(number: float) -> str:
     return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
 
 
+def things(number: int, name: str) -> str:
+    """Return so many things: `1 rank`, `2 ranks`, `4 microbatches`."""
+    ending = "es" if name.endswith("ch") else "s"
+    return f"{number} {name}{ending * (number != 1)}"
+
+
 def magnitude(number: float) -> str:
     """Return a number of parameters: `6.7B`, `124.4M`, `512`."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):

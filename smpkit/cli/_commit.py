@@ -14,11 +14,7 @@ _NAME: Final = re.compile(r"^name = \"smpkit\"$", re.MULTILINE)
 
 
 def commit(root: Path = Path(__file__).parents[2]) -> str | None:
-    """Return the commit of the smpkit in a folder, with `-dirty` where files had changed; None if nobody knows.
-
-    Args:
-        root: what holds the package `smpkit`: the root of a checkout or of an sdist, or `site-packages`.
-    """
+    """Return the commit of the package `smpkit` in a folder, with `-dirty` where files had changed; None: not known."""
     written = root / FILE
     return written.read_text(encoding="ascii").strip() if written.is_file() else commit_of(root)
 

@@ -16,18 +16,22 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from smpkit.errors import ConfigError, Problem, SmpkitError
+from smpkit.units import things
 
 if TYPE_CHECKING:  # `--help` does without it
     from pathlib import Path
 
 _NARROWEST: Final = 40
 _CLOUD_COMMAND: Final = re.compile(r"(`smpkit (?:submit|jobs|status|logs|stop|resume)\b[^`]*)`")
+_REPEATED: Final = ContextVar("repeated", default="")
+"""Options of the present command, such as ` --backend slurm`, that commands in messages need as well."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,10 @@ class Console:
     """How much to say: -1 errors only, 0 calm, 1 more."""
 
     verbosity: int = 0
-    options: str = ""
-    """Options of the present command, such as ` --backend slurm`, that commands in messages need as well."""
-
-    def complete(self, text: str) -> str:
-        """Add those options to commands for managed jobs in `text`; without them they would ask another cloud."""
-        return _CLOUD_COMMAND.sub(rf"\1{self.options}`", text) if self.options else text
 
     def note(self, text: str) -> None:
         """Say something that is good to know."""
-        self._say(0, self.complete(text))
+        self._say(0, text)
 
     def detail(self, text: str) -> None:
         """Say why or how, to those who asked with `-v`."""
@@ -52,11 +50,11 @@ class Console:
 
     def warn(self, what: Problem | str) -> None:
         """Warn of what is legal, but probably not intended."""
-        self._say(0, f"{style('warning:', 'yellow')} {_with_hint_styled(self.complete(str(what)))}")
+        self._say(0, f"{style('warning:', 'yellow')} {_with_hint_styled(str(what))}")
 
     def hint(self, text: str) -> None:
         """Say the one thing to do next."""
-        self._say(0, f"{style('hint:', 'cyan')} {self.complete(text)}")
+        self._say(0, f"{style('hint:', 'cyan')} {text}")
 
     def _say(self, verbosity: int, text: str) -> None:
         if self.verbosity >= verbosity:
@@ -67,6 +65,12 @@ def set_up(ctx: click.Context, verbosity: int) -> None:
     """Put the console where `current` finds it, and let the help pages obey NO_COLOR."""
     ctx.obj = Console(verbosity)
     ctx.color = _color()
+    _REPEATED.set("")
+
+
+def repeat_in_commands(options: str) -> None:
+    """Add options to each command for managed jobs that messages name: without them it would ask another cloud."""
+    _REPEATED.set(_REPEATED.get() + options)
 
 
 def current() -> Console:
@@ -87,8 +91,7 @@ def print_error(error: SmpkitError) -> None:
         return
     for problem in error.problems:
         _talk(_with_hint_styled(str(problem)) + "\n")
-    count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
-    print_failure(f"{count} in the {error.subject}", error.hint)
+    print_failure(f"{things(len(error.problems), 'problem')} in the {error.subject}", error.hint)
 
 
 def print_failure(message: str, hint: str | None = None) -> None:
@@ -99,6 +102,7 @@ def print_failure(message: str, hint: str | None = None) -> None:
 
 
 def _talk(text: str) -> None:
+    text = _CLOUD_COMMAND.sub(lambda command: f"{command[1]}{_REPEATED.get()}`", text)
     click.echo(text, err=True, color=_color())
 
 

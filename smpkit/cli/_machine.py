@@ -16,7 +16,7 @@ from typing import Final
 import smpkit
 from smpkit import compilers
 from smpkit.config.job import JobConfig
-from smpkit.units import amount
+from smpkit.units import amount, things
 from smpkit_container.mpi import find_mpirun
 from smpkit_estimator import docker
 from smpkit_estimator.backend import Finding, tried
@@ -40,12 +40,7 @@ def runs_here(job: JobConfig) -> bool:
 
 
 def check_machine(job: JobConfig | None = None, shared: Path = Path("/dev/shm")) -> list[Finding]:  # noqa: S108
-    """Look at versions, GPUs, launchers and memory.
-
-    Args:
-        job: what is to run; a managed one needs nothing of this machine.
-        shared: where processes share memory.
-    """
+    """Look at versions, GPUs, launchers and memory; only a local job makes something that is missing a problem."""
     launcher = job.distribution.launcher if job is not None and runs_here(job) else None
     return [
         Finding("smpkit", "ok", f"smpkit {smpkit.__version__}, Python {'.'.join(map(str, sys.version_info[:3]))}"),
@@ -64,20 +59,20 @@ def _torch(*, needed: bool) -> Finding:
     if version is None:
         text = "torch is not installed here (needed in the image and for `smpkit run`)"
         return Finding("torch", "problem" if needed else "info", text, _INSTALL_TORCH)
-    parts = [f"{name} {found}" for name, package in _WITH_TORCH if (found := version_of(package))]
+    parts = [f"{name} {installed}" for name, package in _WITH_TORCH if (installed := version_of(package))]
     return Finding("torch", "ok", ", ".join([f"torch {version}", *(parts or _FOR_CPU)]))
 
 
 def _gpus() -> Finding:
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     names: list[str] = []
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         names = done.stdout.strip().splitlines()
     if not names:
         return Finding("gpus", "info", "no GPU: ranks run on the CPU")
     name, memory, driver = (part.strip() for part in (names[0] + ",,").split(",")[:3])
-    return Finding("gpus", "ok", f"{len(names)} GPU{'s' * (len(names) != 1)}: {name}, {memory}, driver {driver}")
+    return Finding("gpus", "ok", f"{things(len(names), 'GPU')}: {name}, {memory}, driver {driver}")
 
 
 def _mpirun(*, needed: bool) -> Finding:
@@ -90,10 +85,10 @@ def _docker() -> Finding:
 
 
 def _compiler() -> Finding:
-    found = compilers.find_compiler()
-    if found is None:
+    path = compilers.find_compiler()
+    if path is None:
         return Finding("compiler", "info", "no C++ compiler (kernels of the host are compiled where there is one)")
-    return Finding("compiler", "ok", f"C++ compiler: {found}")
+    return Finding("compiler", "ok", f"C++ compiler: {path}")
 
 
 def _shared_memory(folder: Path) -> Iterator[Finding]:
@@ -111,8 +106,8 @@ def _shared_memory(folder: Path) -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     try:
-        found = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
-        free, total = int(found["MemAvailable"]) * 1024, int(found["MemTotal"]) * 1024
+        sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
+        free, total = int(sizes["MemAvailable"]) * 1024, int(sizes["MemTotal"]) * 1024
     except (OSError, KeyError):
         return
     yield Finding("memory", "ok", f"memory: {amount(free)} free of {amount(total)}, {os.cpu_count()} processors")

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from smpkit.plan.speed import Speed
 from smpkit.plan.svg import Drawing, svg
 from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.features import Feature, automatic, features, peak_of, remedy, step_of
-from smpkit.units import amount, magnitude, seconds
+from smpkit.units import amount, magnitude, seconds, things
 
 _GIB: Final = 2**30
 _MAX_GROUPS: Final = 8
@@ -119,7 +119,6 @@ class Planned:
     """A plan, and what it is of."""
 
     world: World
-    hosts: int
     plan: Plan
     asked: Asked | None = None
     features: tuple[Feature, ...] = ()
@@ -164,19 +163,16 @@ class Row:
         return step_of(plan) / samples if samples else None
 
 
-def _plans_of(worlds: Sequence[World], asked: Asked) -> list[Planned | ConfigError]:
+def _plans_of(worlds: Sequence[World | ConfigError], asked: Asked) -> list[Planned | ConfigError]:
     """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
-    sized = [(world, _size(world, asked)) for world in worlds]
-    forms = {_form(world, size[0]): world for world, size in sized if not isinstance(size, ConfigError)}
+    sized = [world if isinstance(world, ConfigError) else _sized(world, asked) for world in worlds]
+    forms = {_form(world): world for world in sized if isinstance(world, World)}
     models = _described(forms, asked.model) if asked.model else {}
-    return [
-        size if isinstance(size, ConfigError) else _plan(world, *size, asked, models.get(_form(world, size[0])))
-        for world, size in sized
-    ]
+    return [each if isinstance(each, ConfigError) else _plan(each, asked, models.get(_form(each))) for each in sized]
 
 
-def _size(world: World, asked: Asked) -> tuple[int, int] | ConfigError:
-    """Return the number of ranks and of hosts; by default the fewest ranks that hold one model."""
+def _sized(world: World, asked: Asked) -> World | ConfigError:
+    """Return a world with all its ranks and hosts; by default the fewest ranks that hold one model."""
     hosts = asked.hosts or world.hosts
     needed = world.parameters.pipeline_parallel_degree * world.parameters.tensor_parallel_degree
     ranks = asked.ranks or hosts * (world.per_host or -(-needed // hosts))
@@ -184,43 +180,43 @@ def _size(world: World, asked: Asked) -> tuple[int, int] | ConfigError:
         message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
         return ConfigError([Problem((), message, "change --ranks or --hosts")], subject="plan")
     problems = world.parameters.world_problems(ranks)
-    return ConfigError(problems, subject="plan") if problems else (ranks, hosts)
+    return ConfigError(problems, subject="plan") if problems else replace(world, hosts=hosts, ranks=ranks)
 
 
-def _plan(world: World, ranks: int, hosts: int, asked: Asked, model: ModelFacts | None) -> Planned | ConfigError:
-    config, speed = world.parameters, asked.speed
+def _plan(world: World, asked: Asked, model: ModelFacts | None) -> Planned | ConfigError:
+    config, ranks, speed = world.parameters, world.ranks, asked.speed
     if model is None:
-        return Planned(world, hosts, decide(config, ranks))
+        return Planned(world, decide(config, ranks))
     try:
         plan = decide(config, ranks, model, speed, asked.optimizer)
     except ConfigError as error:
         return error
     if not model.traced:
-        return Planned(world, hosts, plan, asked)
+        return Planned(world, plan, asked)
     known = tuple(features(config, ranks, model, speed, asked.optimizer, plan))
     limit_gib, choices = config.memory_budget_gib or asked.memory_gib, None
     if limit_gib is not None:
         choices = automatic(config, model, plan, speed, limit_gib * _GIB, on_host=world.computes_on_host)
-    return Planned(world, hosts, plan, asked, known, choices)
+    return Planned(world, plan, asked, known, choices)
 
 
-def _form(world: World, ranks: int) -> tuple[Any, ...]:
-    """Return what worlds have in common that one process can describe, and then what those have that look alike."""
+def _form(world: World) -> tuple[Any, ...]:
+    """Return a key that worlds share whose models look alike; those of one process share its first part."""
     config = world.parameters
     cut = (config.pipeline_parallel_degree, config.virtual_pipeline_degree)
-    group = (world.folder, ranks, () if config.auto_partition else cut)
+    group = (world.folder, world.ranks, () if config.auto_partition else cut)
     kinds = (config.bf16, config.fp16, config.prescaled_batch, config.optimize, config.tensor_parallel_degree)
     return group, cut, config.memory_weight, kinds, config.sharded_data_parallel_degree > 1
 
 
 def _described(forms: Mapping[tuple[Any, ...], World], target: str) -> dict[tuple[Any, ...], ModelFacts]:
     """Describe the model in each form, by one process for each group: it imports the user's module and torch."""
-    known: dict[tuple[Any, ...], ModelFacts] = {}
+    models: dict[tuple[Any, ...], ModelFacts] = {}
     for group in dict.fromkeys(form[0] for form in forms):
         members = [form for form in forms if form[0] == group]
         configs = [forms[form].parameters for form in members]
-        known.update(zip(members, describe(target, group[0], configs, group[1]), strict=True))
-    return known
+        models.update(zip(members, describe(target, group[0], configs, group[1]), strict=True))
+    return models
 
 
 def _rows_of(
@@ -241,9 +237,7 @@ def _rows_of(
             if not changes:  # a file that is wrong as it is says all that is wrong
                 raise
             worlds.append(error)
-    plans = iter(_plans_of([world for world in worlds if isinstance(world, World)], asked))
-    for (file, changes), world in zip(combinations, worlds, strict=True):
-        planned = world if isinstance(world, ConfigError) else next(plans)
+    for (file, changes), planned in zip(combinations, _plans_of(worlds, asked), strict=True):
         changed = (f"{key.rpartition('.')[2]} {value}" for key, value in changes)
         name = ", ".join([*[str(file)] * (len(files) > 1), *changed])
         if isinstance(planned, ConfigError):
@@ -286,7 +280,7 @@ def as_plain(planned: Planned) -> dict[str, Any]:
     content: dict[str, Any] = {
         "name": planned.world.name or None,
         "ranks": planned.ranks,
-        "hosts": planned.hosts,
+        "hosts": planned.world.hosts,
         "mesh": {"pipeline": mesh.pp_size, "tensor": mesh.tp_size, "data": mesh.rdp_size, "placement": mesh.strategy},
         "groups": {
             kind.value.removesuffix("_GROUP").lower(): [list(group) for group in mesh.groups(kind)]
@@ -345,7 +339,7 @@ def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
     drawings = []
     for name, planned in plans.items():
         timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
-        title = f"{schedule.name}, {_microbatches(schedule.num_microbatches)}, bubble {timeline.bubble:.1%}"
+        title = f"{schedule.name}, {things(schedule.num_microbatches, 'microbatch')}, bubble {timeline.bubble:.1%}"
         drawings.append(Drawing(f"{name}: {title}" if name else title, timeline))
     write_file(path, svg(drawings), "picture")
     _console.current().note(f"picture: {path}")
@@ -355,7 +349,6 @@ def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
 
 
 def _several(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of several plans."""
     best = _best_of(rows)
     plans = [row.planned for row in rows if row.planned is not None]
     has_model = any(each.plan.memory for each in plans)
@@ -385,41 +378,32 @@ def _several(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _report(planned: Planned) -> Iterator[str]:
-    plan, mesh = planned.plan, planned.plan.mesh
-    name = f"{planned.world.name}: " if planned.world.name else ""
-    yield f"{name}{planned.ranks} rank{'s' * (planned.ranks != 1)} on {planned.hosts} host{'s' * (planned.hosts != 1)}"
-    yield ""
+    plan, asked, world = planned.plan, planned.asked, planned.world
+    name = f"{world.name}: " if world.name else ""
+    yield f"{name}{things(planned.ranks, 'rank')} on {things(world.hosts, 'host')}"
+    parts = [_mesh(planned), _groups(planned), _schedule(planned)]
+    if plan.model is not None and asked is not None:
+        parts += [_partition(plan), _values(plan.recorded), _memory(planned, asked)]
+        parts += [_offloading(planned, asked), _features(planned.features)]
+        if planned.automatic is not None:
+            parts.append(fold('strategy="auto" would ', layer_lines(planned.automatic), width(), "; "))
+    for part in parts:
+        if lines := list(part):
+            yield ""
+            yield from lines
+
+
+def _mesh(planned: Planned) -> Iterator[str]:
+    mesh = planned.plan.mesh
     yield f"mesh      pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}, {mesh.strategy}"
     if (sharding := planned.world.parameters.sharded_data_parallel_degree) > 1:
         yield f"sharding  parameters, gradients and optimizer states are divided over {sharding} data-parallel ranks"
     yield from (f"{_INDENT}{line}".rstrip() for line in mesh.draw(width() - len(_INDENT)).splitlines())
-    yield ""
-    yield from _groups(planned)
-    yield ""
-    yield from _schedule(planned)
-    if plan.model is None or planned.asked is None:
-        return
-    yield ""
-    yield from _partition(plan)
-    yield ""
-    if plan.recorded is not None:
-        yield from _values(plan.recorded)
-        yield ""
-    yield from _memory(planned, planned.asked)
-    if plan.forecasts:
-        yield ""
-        yield from _offloading(planned, planned.asked)
-    if planned.features:
-        yield ""
-        yield from _features(planned.features)
-    if planned.automatic is not None:
-        yield ""
-        yield from fold('strategy="auto" would ', layer_lines(planned.automatic), width(), "; ")
 
 
 def _groups(planned: Planned) -> Iterator[str]:
-    per_host = planned.ranks // planned.hosts
-    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(planned.hosts)]
+    per_host = planned.ranks // planned.world.hosts
+    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(planned.world.hosts)]
     yield from fold("hosts     ", _listed([tuple(ranks) for ranks in hosts]), width())
     for name, kind in (("mp", CommGroup.MP_GROUP), ("dp", CommGroup.DP_GROUP), ("tp", CommGroup.TP_GROUP)):
         groups = planned.plan.mesh.groups(kind)
@@ -441,14 +425,10 @@ def _span(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _microbatches(number: int) -> str:
-    return f"{number} microbatch{'es' * (number != 1)}"
-
-
 def _schedule(planned: Planned) -> Iterator[str]:
     timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
     active = planned.world.parameters.active_microbatches
-    count = f"{_microbatches(schedule.num_microbatches)}, at most {active} active"
+    count = f"{things(schedule.num_microbatches, 'microbatch')}, at most {active} active"
     name = f"{schedule.name} (1F1B)" if schedule.name == "interleaved" else schedule.name
     yield f"schedule  {name}, {count}, predicted bubble {timeline.bubble:.1%}"
     yield from draw(schedule, width=width()).splitlines()
@@ -478,11 +458,13 @@ def _shortened(names: Sequence[str]) -> list[str]:
     return [*(f"{name}," for name in chosen[:-1]), *chosen[-1:]]
 
 
-def _values(recorded: RecordedGraph) -> Iterator[str]:
+def _values(recorded: RecordedGraph | None) -> Iterator[str]:
     """Yield what one microbatch sends, and, where it comes back to a stage, what each visit runs."""
+    if recorded is None:
+        return
     forward = sum(value.num_bytes for value in recorded.values)
     back = sum(value.num_bytes for value in recorded.values if value.differentiable)
-    count = f"{len(recorded.values)} value{'s' * (len(recorded.values) != 1)}"
+    count = things(len(recorded.values), "value")
     yield f"values    a microbatch sends {count}, {amount(forward)}, and {amount(back)} of gradients back"
     visits = Counter(segment.rank for segment, _ in recorded.segments)
     for segment, names in recorded.segments:
@@ -517,6 +499,8 @@ def _memory(planned: Planned, asked: Asked) -> Iterator[str]:
 
 def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
     """Yield what activation offloading moves, saves and costs on each stage."""
+    if not planned.plan.forecasts:
+        return
     horizon = planned.world.parameters.activation_loading_horizon
     speeds = f"over a link of {asked.link_gbs:g} GB/s each way, by devices of {asked.tflops:g} TFLOP/s"
     yield f"offload   at horizon {horizon}, {speeds}"
@@ -530,6 +514,8 @@ def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
 
 def _features(known: Sequence[Feature]) -> Iterator[str]:
     """Yield what each feature saves and costs here, by the simulated schedule; those that are on have a mark."""
+    if not known:
+        return
     rows = [["features", "saved on the fullest rank", "on the host", "time per sample"]]
     for each in known:
         host = f"+{amount(each.host_bytes)}" if each.host_bytes else ""

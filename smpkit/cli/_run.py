@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -40,10 +41,11 @@ from smpkit.observe.runs import ENVIRONMENT, EVENTS, JOB, PLAN, SUMMARY, TRACE, 
 from smpkit.observe.summary import RunSummary, read_summary, write_summary
 from smpkit.observe.trace import chrome_trace, profiles_of
 from smpkit.plan.decide import decide
+from smpkit.units import things
 from smpkit_container.__main__ import main
 from smpkit_container.environment import count_gpus
 from smpkit_container.mpi import find_mpirun
-from smpkit_estimator.docker import DockerRun, check, run_in_docker
+from smpkit_estimator.docker import check, run_in_docker
 from smpkit_estimator.image import Recipe, build_image
 from smpkit_estimator.local import LocalPlan, LocalRun, collected, lay_out, plan_local_run
 
@@ -99,11 +101,7 @@ def _refuse_allocation(job: JobConfig) -> None:
 
 
 def _save_job(job: LoadedJob, arguments: Sequence[str]) -> None:
-    """Write the job file of a script beside it.
-
-    Raises:
-        UsageError: there is a job file, or the arguments of the script do not fit into one.
-    """
+    """Write the job file of a script beside it."""
     place = job.folder / "job.yaml"
     if not is_script(job.path):
         raise UsageError("`--save-job` is for a script, and this is a job file")
@@ -114,12 +112,12 @@ def _save_job(job: LoadedJob, arguments: Sequence[str]) -> None:
         )
     if place.exists():
         raise UsageError(f"`{_shown(place)}` is there already", hint="run without `--save-job`, or move it")
-    write_file(place, _saved_job_text(job), "job file")
+    head = [f"`smpkit run` of this file does the same as: {_command(job)}"]
+    write_file(place, _as_yaml(head, _content(job)), "job file")
     _console.current().note(f"wrote {_shown(place)}")
 
 
 def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
-    """Tell the ranks which steps to profile."""
     try:
         steps_of(steps)
     except ValueError as error:
@@ -135,10 +133,7 @@ def _run_here(job: LoadedJob, arguments: Sequence[str], debugged: int | None, *,
     plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
     environ = {**os.environ, **_debugged(debugged, plan.ranks)}
-
-    def train(folder: Path) -> LocalRun:
-        return run_local(plan, folder, arguments, environ, events=events)
-
+    train = partial(run_local, plan, arguments=arguments, environ=environ, events=events)
     folder, done = _recorded(job, plan, "on this machine", train)
     if done.exit_code == 0 and not done.stopped:  # the launcher has said how it ended otherwise
         _console.current().note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
@@ -162,7 +157,6 @@ def run_local(
 
     Args:
         folder: that of the run, which exists.
-        arguments: more arguments for the script, after those made of hyperparameters.
         environ: variables, on top of which the job's own go; default: this process's.
         events: let every rank record every step.
     """
@@ -211,20 +205,9 @@ def _run_in_docker(
     plan = plan_local_run(job.config, job.folder, num_gpus, hosts)
     check()
     image = job.config.image or build_image(recipe)
-
-    def train(folder: Path) -> DockerRun:
-        return run_in_docker(
-            plan,
-            image,
-            folder,
-            arguments,
-            show=_show_line,
-            gpus=gpus,
-            interrupt_after=interrupt_after,
-            events=events,
-        )
-
-    where = f"in {hosts} container{'s' * (hosts != 1)} of {image}"
+    run = partial(run_in_docker, plan, image, arguments=arguments, show=_show_line, events=events)
+    train = partial(run, gpus=gpus, interrupt_after=interrupt_after)
+    where = f"in {things(hosts, 'container')} of {image}"
     folder, done = _recorded(job, plan, where, train)
     console = _console.current()
     if done.stopped:
@@ -269,7 +252,7 @@ def _summary(plan: LocalPlan) -> str:
         return f"`{plan.job.entry_point}`, once on each of {plan.hosts} hosts" if plan.hosts > 1 else "a shell script"
     # The launcher starts the ranks itself, unless MPI does.
     by = " with mpirun" if plan.job.distribution.launcher == "mpirun" else ""
-    return f"{plan.ranks} rank{'s' * (plan.ranks != 1)}{by}, {plan.job.distribution.degrees(plan.ranks)}"
+    return f"{things(plan.ranks, 'rank')}{by}, {plan.job.distribution.degrees(plan.ranks)}"
 
 
 def _end_of(done: LocalRun) -> str:
@@ -314,18 +297,19 @@ def _leave_trace(run: Run) -> None:
 
 
 def begin_run(job: LoadedJob, ranks: int, hosts: int) -> Run:
-    """Make the folder of a run, with the job as it runs, its plan and its environment.
-
-    Raises:
-        RunsError, SmpkitError: it cannot be written.
-    """
+    """Make the folder of a run, with the job as it runs, its plan and its environment."""
     now = datetime.now().astimezone()
     run = make_run(job.folder, job.config.name, now)
     place = os.path.relpath(job.folder.absolute(), run.path.absolute())
     content = {name: masked(name, value) for name, value in _content(job).items()}
     head = [f"As it ran: {_command(job)}", f"Paths are relative to {place}."]
     write_file(run.path / JOB, _as_yaml(head, content), "job of the run")
-    environment = {**_environment(now, ranks, hosts), "settings": list(_settings(job))}
+    # Of the file its name only: who gets a report of this need not know the folders here.
+    settings = [
+        (".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name))
+        for path, value, origin in job.settings()
+    ]
+    environment = {**_environment(now, ranks, hosts), "settings": settings}
     write_file(run.path / ENVIRONMENT, json.dumps(environment, indent=2) + "\n", "environment of the run")
     plan = _plan(job, ranks, hosts)
     if plan is not None:
@@ -364,11 +348,6 @@ def _shown(path: Path) -> str:
         return str(path)
 
 
-def _saved_job_text(job: LoadedJob) -> str:
-    """Return the job file that stands for a script and the options it was run with."""
-    return _as_yaml([f"`smpkit run` of this file does the same as: {_command(job)}"], _content(job))
-
-
 def _content(job: LoadedJob) -> dict[str, Any]:
     return job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
@@ -388,7 +367,7 @@ def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
     if parameters is None:
         return None
     try:
-        return as_plain(Planned(World(parameters, job.config.name), hosts, decide(parameters, ranks)))
+        return as_plain(Planned(World(parameters, job.config.name, hosts), decide(parameters, ranks)))
     except SmpkitError:
         return None  # the ranks will refuse the same, with the reason
 
@@ -410,10 +389,3 @@ def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
         "memory_bytes": memory_bytes,
         "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
     }
-
-
-def _settings(job: LoadedJob) -> Iterator[tuple[str, Any, str]]:
-    """Yield every setting, with its value and where that came from."""
-    for path, value, origin in job.settings():
-        # Of the file its name only: who gets a report of this need not know the folders here.
-        yield ".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name)

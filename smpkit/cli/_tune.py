@@ -25,7 +25,7 @@ from smpkit.plan.tune.instances import INSTANCES
 from smpkit.plan.tune.machine import Machine, from_calibration, published, with_memory
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, usable_bytes
 from smpkit.plan.tune.search import SearchResult, search
-from smpkit.units import seconds
+from smpkit.units import seconds, things
 
 _GIB: Final = 2**30
 _MOST_TENSOR_RANKS: Final = 16
@@ -179,9 +179,9 @@ def _changes(best: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> Iterator[str]:
-    """Yield what was result, the most important last but one: settings after the tables."""
+    """Yield a ranking, what the first of it takes and sets, and why others were ruled out."""
     model = next(iter(job.models.values()))
-    where = f"{job.ranks} rank{'s' * (job.ranks != 1)} on {job.hosts} host{'s' * (job.hosts != 1)}"
+    where = f"{things(job.ranks, 'rank')} on {things(job.hosts, 'host')}"
     yield f"{name}{': ' * bool(name)}{where} of {job.machine.name}"
     yield from fold("facts     ", [job.machine.source], width())
     yield f"model     {model.name}, {job.samples} samples ({job.tokens} tokens) in a step"
@@ -230,7 +230,7 @@ def _cells(each: Prediction) -> list[str]:
         ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "–",
         seconds(step),
         f"{each.tokens_per_second:,.0f}",
-        *(f"{part / step:.0%}" for name, part in each.parts if name in ("bubble", "communication", "stall")),
+        *(f"{each.parts[name] / step:.0%}" for name in ("bubble", "communication", "stall")),
         f"{peak_of(each.plan) / _GIB:.1f}",
         each.binds,
     ]
@@ -239,7 +239,7 @@ def _cells(each: Prediction) -> list[str]:
 def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the first one takes, holds and sets."""
     usable = usable_bytes(job.machine)
-    yield from fold("step      ", [f"{name} {seconds(length)}" for name, length in best.parts], width(), " · ")
+    yield from fold("step      ", [f"{name} {seconds(length)}" for name, length in best.parts.items()], width(), " · ")
     kinds = {name: kind for name, kind in MEMORY_KINDS.items() if any(getattr(each, kind) for each in best.plan.memory)}
     rows = [["GiB", *kinds, "total", f"of {usable / _GIB:.1f}"]]
     for stage, memory in enumerate(best.plan.memory):
@@ -297,7 +297,7 @@ def _prediction_as_plain(each: Prediction, given: Mapping[str, Any]) -> dict[str
         "changes": _changes(each, given),
         "step_seconds": each.step_seconds,
         "tokens_per_second": each.tokens_per_second,
-        "parts_seconds": dict(each.parts),
+        "parts_seconds": each.parts,
         "samples_per_microbatch": each.samples_per_microbatch,
         "binds": each.binds,
         "layers": dict(each.choices),

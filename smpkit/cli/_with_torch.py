@@ -16,12 +16,9 @@ def ask(module: str, arguments: Sequence[str], what: str, needs: str, deadline_s
     """Return what a module prints.
 
     Args:
-        what: the process does, for messages: "`zoo:Net` could not be described".
-        needs: torch, as the start of a sentence: "planning a model".
+        what: the sentence for a process that fails: "`zoo:Net` could not be described".
+        needs: what needs torch, as the start of a sentence: "planning a model".
         deadline_seconds: None for work that takes as long as there is data.
-
-    Raises:
-        SmpkitError: the process has failed; with its own words, if it printed an error.
     """
     command = [*module_command(module), *arguments]
     try:
@@ -33,9 +30,9 @@ def ask(module: str, arguments: Sequence[str], what: str, needs: str, deadline_s
     if done.returncode == 0:
         return done.stdout
     try:
-        said = json.loads(done.stdout)
-        kind = UsageError if said["exit_code"] == UsageError.exit_code else SmpkitError
-        raise kind(printable(said["error"]), hint=said["hint"])
+        answer = json.loads(done.stdout)
+        kind = UsageError if answer["exit_code"] == UsageError.exit_code else SmpkitError
+        raise kind(printable(answer["error"]), hint=answer["hint"])
     except (ValueError, KeyError, TypeError):
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         hint = f"`-v` shows all it said; {needs} needs `pip install smpkit[torch]`"

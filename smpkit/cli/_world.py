@@ -34,7 +34,7 @@ MEMORY_KINDS: Final = {
 
 @dataclass(frozen=True)
 class World:
-    """Who takes part, and what is trained."""
+    """What a file says about who takes part, and what is trained."""
 
     parameters: ModelParallelConfig
     name: str = ""
@@ -44,6 +44,8 @@ class World:
     instance_type: str = "local"
     folder: Path = Path()
     """Where modules of the job are imported from."""
+    ranks: int = 0
+    """On all hosts; 0: not known yet."""
 
     @property
     def computes_on_host(self) -> bool:
@@ -83,10 +85,9 @@ def describe(
 
     Args:
         target: `module:factory`.
-        folder: where the module is found.
         configs: of the jobs. They say how many places there are, whether the model's own choice of them counts, and
             what is divided.
-        ranks: how many each job has.
+        ranks: of each job.
         other_sizes: microbatches of other sizes will be planned, too.
     """
     places = max((each.pipeline_parallel_degree * each.virtual_pipeline_degree for each in configs), default=1)

@@ -15,7 +15,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
-from smpkit.units import amount, magnitude, seconds
+from smpkit.units import amount, magnitude, seconds, things
 
 if TYPE_CHECKING:
     from smpkit.plan.tune.calibration import Calibration
@@ -45,27 +45,31 @@ def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) ->
 
     number = ranks or count_gpus(os.environ) or 2
     console = _console.current()
-    console.note(f"Measuring this machine with {number} rank{'s' * (number != 1)} for about {seconds:g} s")
+    console.note(f"Measuring this machine with {things(number, 'rank')} for about {seconds:g} s")
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "calibration.json")
         _measure(number, seconds, written)
-        found = read_calibration(written)
+        calibration = read_calibration(written)
         text = written.read_text(encoding="utf-8")
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SmpkitError(f"`{output}` cannot be written: {error.strerror}", hint="choose another `--output`") from None
-    click.echo(text.rstrip() if as_json else "\n".join(_report(found)))
+    click.echo(text.rstrip() if as_json else "\n".join(_report(calibration)))
     console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
 
 
 def _measure(ranks: int, seconds: float, path: Path) -> None:
     """Run the measurement on so many ranks and wait for its file."""
+    import importlib.util
+
     from smpkit.modules import module_command
     from smpkit_container.launch import meeting_port
     from smpkit_container.topology import Topology
 
-    _require_torch()
+    if importlib.util.find_spec("torch") is None:
+        message = f"torch is not installed beside smpkit ({sys.executable}), and ranks measure with it"
+        raise UnsupportedError(message, hint="`pip install 'smpkit[torch]'`")
     topology = Topology(hosts=("localhost",), node_rank=0, processes_per_host=ranks, launcher="torchrun")
     program = [*module_command("smpkit.torch.calibrate"), str(path), str(seconds)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -81,19 +85,9 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
         raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
     _console.current().detail(done.stderr.rstrip())
     if done.returncode or not path.is_file():
-        said = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
-        last = said[-1].strip() if said else "they said nothing"
+        errors = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
+        last = errors[-1].strip() if errors else "they said nothing"
         raise SmpkitError(f"the ranks that measure failed: {last}", hint="`smpkit -v calibrate` shows all they said")
-
-
-def _require_torch() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
-        raise UnsupportedError(
-            f"torch is not installed beside smpkit ({sys.executable}), and ranks measure with it",
-            hint="`pip install 'smpkit[torch]'`",
-        )
 
 
 def _report(found: Calibration) -> Iterator[str]:

@@ -14,6 +14,7 @@ import smpkit
 from smpkit.cli import _console
 from smpkit.cli._commit import commit
 from smpkit.cli.options import BackendChoice, backend_options, read_job
+from smpkit.units import things
 
 _PACKAGES = ("click", "pydantic", "ruamel.yaml", "torch", "boto3")
 _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "yellow")}
@@ -54,7 +55,7 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
         click.echo(f"{click.style(mark, fg=color)} {finding.text}")
         if finding.hint:
             click.echo(f"    {click.style('hint:', fg='cyan')} {finding.hint}")
-    _console.current().note("no problems" if not problems else f"{problems} problem{'s' * (problems != 1)}")
+    _console.current().note(things(problems, "problem") if problems else "no problems")
     return int(problems > 0)
 
 
@@ -63,6 +64,6 @@ def _versions() -> dict[str, str]:
     from smpkit.cli._machine import version_of
 
     source = commit()
-    known = {"smpkit": smpkit.__version__} | ({"commit": source} if source else {})
-    known["Python"] = f"{sys.version.split()[0]} on {platform.platform()}"
-    return known | {package: version_of(package) or "not installed" for package in _PACKAGES}
+    versions = {"smpkit": smpkit.__version__} | ({"commit": source} if source else {})
+    versions["Python"] = f"{sys.version.split()[0]} on {platform.platform()}"
+    return versions | {package: version_of(package) or "not installed" for package in _PACKAGES}

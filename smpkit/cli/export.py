@@ -33,5 +33,5 @@ def export(checkpoint: Path, target: Path, layout: str) -> None:
     arguments = [str(checkpoint.absolute()), str(target.absolute()), layout]
     what = f"`{checkpoint}` could not be exported"
     # A large checkpoint takes its time: whoever waits sees the folder grow, and can interrupt.
-    said = json.loads(ask("smpkit.torch.checkpoints.export", arguments, what, "exporting", None))
-    _console.current().note(f"exported {said['checkpoint']} to {target}")
+    answer = json.loads(ask("smpkit.torch.checkpoints.export", arguments, what, "exporting", None))
+    _console.current().note(f"exported {answer['checkpoint']} to {target}")

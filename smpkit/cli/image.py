@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from smpkit.cli.options import with_options
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,15 +21,14 @@ _BASE = "python:3.12-slim-bookworm"
 def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what the image is made of."""
     file, folder = click.Path(dir_okay=False, path_type=Path), click.Path(file_okay=False, path_type=Path)
-    for option in (
-        click.option("--build-network", metavar="NETWORK", help="Docker's network for the build, such as `host`."),
-        click.option("--ca", type=file, help="Certificates (PEM) that the build must trust, behind a proxy."),
-        click.option("--wheels", type=folder, help="A folder of wheels that are preferred over the index."),
-        click.option("--torch", default="torch>=2.11", show_default=True, help="What pip is asked to install."),
+    return with_options(
+        command,
         click.option("--base-image", default=_BASE, show_default=True, help="Any image with apt or dnf."),
-    ):
-        command = option(command)
-    return command
+        click.option("--torch", default="torch>=2.11", show_default=True, help="What pip is asked to install."),
+        click.option("--wheels", type=folder, help="A folder of wheels that are preferred over the index."),
+        click.option("--ca", type=file, help="Certificates (PEM) that the build must trust, behind a proxy."),
+        click.option("--build-network", metavar="NETWORK", help="Docker's network for the build, such as `host`."),
+    )
 
 
 def recipe_from(options: dict[str, Any]) -> Recipe:

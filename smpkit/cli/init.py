@@ -105,9 +105,9 @@ def init(folder: Path, entry_point: str | None, force: bool) -> None:
     named = entry_point or next(iter(scripts), None)
     ours = {"job.yaml": JOB, "train.py": SCRIPT} if named is None else {"job.yaml": _job_of(named)}
     files = {folder / name: text for name, text in ours.items()}
-    there = [path for path in files if path.exists() or path.is_symlink()]
-    if there and not force:
-        raise UsageError(f"{there[0]} is there already", hint="`--force` overwrites it; or give another FOLDER")
+    existing = [path for path in files if path.exists() or path.is_symlink()]
+    if existing and not force:
+        raise UsageError(f"{existing[0]} is there already", hint="`--force` overwrites it; or give another FOLDER")
     folder.mkdir(parents=True, exist_ok=True)
     console = _console.current()
     for path, text in files.items():

@@ -32,14 +32,14 @@ def jobs(
     from smpkit_estimator.backend import Query
 
     opened = chosen.open()
-    found = list(opened.list(Query(status, name, since, limit)))
+    listed = list(opened.list(Query(status, name, since, limit)))
     if as_json:
-        click.echo(json.dumps([_plain(item) for item in found], indent=2))
+        click.echo(json.dumps([_plain(item) for item in listed], indent=2))
         return
-    if not found:
+    if not listed:
         _console.current().note(f"no such jobs on {opened.title}")
-    width = max((len(item.name) for item in found), default=0)
-    for item in found:
+    width = max((len(item.name) for item in listed), default=0)
+    for item in listed:
         shown = item.phase if item.status in ("InProgress", item.phase) else f"{item.status} ({item.phase})"
         click.echo(f"{item.name:{width}}  {item.created.astimezone():%Y-%m-%d %H:%M}  {shown}")
 

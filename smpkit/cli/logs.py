@@ -136,11 +136,7 @@ def _run_here(name: str | None) -> Run | None:
 def _lines_of_run(
     run: Run, ranks: tuple[int, ...], grep: str | None, tail: int | None, *, follow: bool
 ) -> Iterator[str]:
-    """Yield lines of a run's log, without their ends.
-
-    Raises:
-        SmpkitError: it has none, or none of a rank.
-    """
+    """Yield lines of a run's log, without their ends."""
     folder = run.path / LOGS
     if not (folder / _MERGED).is_file():
         raise SmpkitError(f"`{run.label}` has no log", hint="the ranks of that run were not started")
@@ -185,7 +181,6 @@ def _is_over(folder: Path) -> bool:
 
 
 def _is_held(folder: Path) -> bool:
-    """Tell whether the command of a run still holds its folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -107,8 +107,8 @@ def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     if asked:
         from smpkit.cli._commit import commit
 
-        known = commit()
-        click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {known})" if known else ""))
+        source = commit()
+        click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {source})" if source else ""))
         ctx.exit()
 
 

@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -27,7 +27,6 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from smpkit.cli import _console
-from smpkit.errors import SmpkitError
 from smpkit.observe.runs import find_runs
 
 if TYPE_CHECKING:
@@ -64,15 +63,11 @@ def override_options(function: _Function) -> _Function:
         repeatable("-p", "parameters", help=parameter),
         repeatable("-H", "hyperparameters", help=hyperparameter),
     )
-    return _with_options(command, *options)  # type: ignore[return-value]
+    return with_options(command, *options)  # type: ignore[return-value]
 
 
 def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False) -> LoadedJob:
-    """Read and check a job file, or with `script` also a script that has none, and print its warnings.
-
-    Raises:
-        ConfigError: with all problems; let it go.
-    """
+    """Read and check a job file, or with `script` also a script that has none, and print its warnings."""
     from smpkit.config.load import is_script, load_job, load_script
 
     job = load_script(file, overrides) if script and is_script(file) else load_job(file, overrides)
@@ -96,11 +91,7 @@ class BackendChoice:
     """None: the one that the job file names, else SageMaker."""
 
     def open(self, job: JobConfig | None = None) -> Backend:
-        """Return the back end; nothing is asked of it yet.
-
-        Args:
-            job: a job file whose choice counts where the command line has none.
-        """
+        """Return the back end, where the command line names none that of the job; nothing is asked of it yet."""
         from smpkit_estimator.backend import Access, open_backend
 
         named = job.backend.chosen if job is not None else None
@@ -112,7 +103,7 @@ class BackendChoice:
             options += f" --profile {access.profile}" if access.profile != self.profile else ""
             options += f" --region {access.region}" if access.region != self.region else ""
         if options:
-            _repeat_in_messages(options)
+            _console.repeat_in_commands(options)
         return open_backend(name, access)
 
 
@@ -124,13 +115,8 @@ def backend_options(function: _Function) -> _Function:
         source = click.get_current_context().get_parameter_source
         for name, value in (("profile", profile), ("region", region), ("backend", backend)):
             if value is not None and source(name) is ParameterSource.COMMANDLINE:  # the environment applies anyway
-                _repeat_in_messages(f" --{name} {shlex.quote(value)}")
-        try:
-            return function(*args, chosen=BackendChoice(profile, region, backend), **options)
-        except SmpkitError as error:
-            if error.hint is not None:
-                error.hint = _console.current().complete(error.hint)
-            raise
+                _console.repeat_in_commands(f" --{name} {shlex.quote(value)}")
+        return function(*args, chosen=BackendChoice(profile, region, backend), **options)
 
     known = "`sagemaker`, `slurm`, `kubernetes` or `batch`. Default: the job file's, else `sagemaker`."
     options = (
@@ -140,13 +126,7 @@ def backend_options(function: _Function) -> _Function:
             "--backend", metavar="NAME", envvar="SMPKIT_BACKEND", shell_complete=_complete_backend, help=known
         ),
     )
-    return _with_options(command, *options)  # type: ignore[return-value]
-
-
-def _repeat_in_messages(options: str) -> None:
-    """Let commands that messages name have these options, too, so that they find the same jobs when pasted."""
-    console = _console.current()
-    click.get_current_context().obj = replace(console, options=console.options + options)
+    return with_options(command, *options)  # type: ignore[return-value]
 
 
 def _complete_backend(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
@@ -188,7 +168,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     return [CompletionItem(run.label) for run in reversed(find_runs(Path.cwd())) if run.label.startswith(incomplete)]
 
 
-def _with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command with options, the first of which stands first in its help."""
     for option in reversed(options):
         command = option(command)

@@ -24,7 +24,7 @@ from smpkit.plan.offload.model import (
     step_time,
 )
 from smpkit.plan.optimizers import OPTIMIZERS
-from smpkit.units import amount, magnitude, seconds
+from smpkit.units import amount, magnitude, seconds, things
 
 _GIB: Final = 2**30
 _POSITIVE: Final = click.FloatRange(0, min_open=True)
@@ -124,7 +124,7 @@ def _report(plan: Plan, host_memory_gib: float | None) -> Iterator[str]:
     yield f"model     {sizes}, {model.optimizer}, {kind}"
     rates = f"{machine.flops_per_second / 1e12:g} TFLOP/s, link {machine.in_bytes_per_second / 1e9:g} GB/s each way"
     yield f"machine   {rates}, {magnitude(machine.updated_parameters_per_second)} parameters updated/s"
-    parts = f"{model.num_tokens} tokens in {model.num_microbatches} microbatch{'es' * (model.num_microbatches != 1)}"
+    parts = f"{model.num_tokens} tokens in {things(model.num_microbatches, 'microbatch')}"
     yield f"step      {parts}, bound by {best.bound}"
     yield f"          {'update':<12}  {'step':>8}  TFLOP/s"
     for name, step in plan.steps.items():

@@ -42,13 +42,13 @@ def runs(name: str | None, others: tuple[str, ...], last: int, as_json: bool) ->
     if others:
         raise UsageError("`smpkit runs` shows one run", hint=f"`smpkit report {name} {others[0]}` compares two")
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
-    found = [(run, _summary(run), _last_values(run)) for run in chosen]
+    entries = [(run, _summary(run), _last_values(run)) for run in chosen]
     if as_json:
-        click.echo(json.dumps([_plain(*each) for each in found], indent=2))
+        click.echo(json.dumps([_plain(*each) for each in entries], indent=2))
     elif name is not None:
-        click.echo("\n".join(_one(*found[0])))
-    elif found:
-        rows = [["run", "ended", "steps", "loss", "steps/s", "memory"], *(_row(*each) for each in found)]
+        click.echo("\n".join(_one(*entries[0])))
+    elif entries:
+        rows = [["run", "ended", "steps", "loss", "steps/s", "memory"], *(_row(*each) for each in entries)]
         click.echo("\n".join(table(rows, width())))
     else:
         _console.current().note("no runs here; `smpkit run JOB_FILE` makes one, in `runs` beside the job file")

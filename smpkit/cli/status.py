@@ -16,6 +16,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli.options import BackendChoice, backend_options
 from smpkit.config.words import duration, printable
+from smpkit.units import things
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,9 +119,7 @@ def can_repaint() -> bool:
 def live(lines: Callable[[], Iterable[str]], console: Console | None = None) -> Iterator[None]:
     """Show what `lines` returns, asked again each second, until the block ends; then take it off the screen.
 
-    Args:
-        lines: may have colours; long ones are wrapped, so that a narrow terminal is repainted as well.
-        console: another than stdout.
+    Lines may have colours. Long ones are wrapped, so that a narrow terminal is repainted as well.
     """
     import rich.console
     import rich.live
@@ -146,7 +145,7 @@ def _lines(state: JobStatus) -> Iterator[str]:
     machines += " (spot)" if state.spot else ""
     yield f"machines    {machines}, {'' if state.over else 'so far '}{duration(state.billable_so_far)} billable each"
     if state.interruptions:
-        yield f"interrupted {state.interruptions} time{'s' * (state.interruptions != 1)}"
+        yield f"interrupted {things(state.interruptions, 'time')}"
     shown = [phase for phase in state.phases if phase.end is None or phase.end > phase.start]
     phases = [f"{phase.name} {duration(phase.seconds(state.seen))}" for phase in shown]
     yield from _console.fold("phases      ", phases, _console.width(), " · ")

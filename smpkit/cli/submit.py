@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from smpkit.cli import _console
 from smpkit.cli.logs import follow_job
-from smpkit.cli.options import BackendChoice, backend_options, job_arguments, read_job
+from smpkit.cli.options import BackendChoice, backend_options, job_arguments, read_job, with_options
 from smpkit.cli.status import wait_for_job
 from smpkit.config.words import duration
 from smpkit.errors import ConfigError
@@ -21,19 +21,16 @@ if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob, Override
     from smpkit_estimator.backend import Backend, Plan
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def start_options(function: _Function) -> _Function:
+def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of how a job is started, which `start` takes."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON."),
-        click.option("--wait", is_flag=True, help="Wait for the job's end, without its log; fail if the job fails."),
-        click.option("-f", "--follow", is_flag=True, help="Show the log to the job's end; fail if the job fails."),
+    return with_options(
+        function,
         click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing."),
-    ):
-        function = option(function)
-    return function
+        click.option("-f", "--follow", is_flag=True, help="Show the log to the job's end; fail if the job fails."),
+        click.option("--wait", is_flag=True, help="Wait for the job's end, without its log; fail if the job fails."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON."),
+    )
 
 
 @click.command()

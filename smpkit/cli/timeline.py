@@ -76,7 +76,6 @@ def timeline(
 
 
 def _chosen(run: Run, number: int | None, pipeline: int) -> int:
-    """Return the number of the step to show."""
     if not 0 <= pipeline < len(run.pipelines):
         raise UsageError(f"there is no pipeline {pipeline}", hint=f"use {_range(range(len(run.pipelines)))}")
     if not run.steps:

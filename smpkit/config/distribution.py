@@ -244,20 +244,20 @@ class Distribution(Section):
         """Say which settings have no effect; the paths start at the distribution."""
         raw, path = self.parameters_as_written, self.parameters_path
         if self.model_parallel is not None:
-            found = [problem.below(*path) for problem in self.model_parallel.notices(raw)]
+            notices = [problem.below(*path) for problem in self.model_parallel.notices(raw)]
         else:
-            found = [Problem(path, "has no effect: `enabled` is not true")] if raw else []
+            notices = [Problem(path, "has no effect: `enabled` is not true")] if raw else []
         for name, launcher in (("mpi", self.mpi), ("torch_distributed", self.torch_distributed)):
             if launcher is not None and not launcher.enabled:
                 unused = launcher.model_fields_set - {"enabled"}
-                found += [Problem((name, key), "has no effect: `enabled` is not true") for key in sorted(unused)]
-        return found
+                notices += [Problem((name, key), "has no effect: `enabled` is not true") for key in sorted(unused)]
+        return notices
 
     def world_problems(self, world_size: int) -> list[Problem]:
         """Say which degrees do not fit into `world_size` ranks; the paths start at the distribution."""
         parameters, raw = self.model_parallel, self.parameters_as_written
-        found = [] if parameters is None else parameters.world_problems(world_size)
-        return [ModelParallelConfig.as_written(problem, raw).below(*self.parameters_path) for problem in found]
+        problems = [] if parameters is None else parameters.world_problems(world_size)
+        return [ModelParallelConfig.as_written(problem, raw).below(*self.parameters_path) for problem in problems]
 
     @property
     def _launchers(self) -> dict[str, MpiOptions | TorchDistributedOptions]:

@@ -42,7 +42,6 @@ class Document:
         """Add where a problem is: the place of its value, or of the closest value around it.
 
         Args:
-            problem: what is wrong.
             below: where this document was put, which is the beginning of the problem's path.
         """
         inner = problem.path[len(below) :]
@@ -104,13 +103,9 @@ def excerpt(text: str, line: int, column: int | None = None) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def read_document(path: Path, name: str | None = None) -> Document:
-    """Read a file: strict JSON if it is called `.json`, YAML 1.2 otherwise.
-
-    Raises:
-        ConfigError: it cannot be read, is not UTF-8, or has a syntax error.
-    """
-    shown = printable(str(path)) if name is None else name
+def read_document(path: Path) -> Document:
+    """Read a file: strict JSON if it is called `.json`, YAML 1.2 otherwise; raise ConfigError if it is neither."""
+    shown = printable(str(path))
     try:
         data = read_regular(path, _MAX_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -159,11 +154,7 @@ def literal(text: str, name: str) -> Document:
 
 
 def parse(text: str, name: str, *, is_json: bool = False) -> Document:
-    """Read one document: strict JSON, or YAML 1.2, where `1e-3` is a number and `no` is text.
-
-    Raises:
-        ConfigError: with the place of the syntax error.
-    """
+    """Read one document: strict JSON, or YAML 1.2, where `1e-3` is a number and `no` is text."""
     value = strict_json(text, name, is_file=True) if is_json else None
     # JSON is YAML, which knows lines; only tabs it has not.
     document = _read_yaml(text.replace("\t", " ") if is_json else text, name)
@@ -174,18 +165,14 @@ def parse(text: str, name: str, *, is_json: bool = False) -> Document:
 
 
 def strict_json(text: str, name: str, *, is_file: bool = False) -> Any:
-    """Read strict JSON: no comments, no NaN, and no name that is written twice (in a file that is told with its line).
-
-    Raises:
-        ConfigError: with the place of the syntax error.
-    """
+    """Read strict JSON: no comments, no NaN, and no name that is written twice, which a file's reader tells by line."""
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs) and not is_file:
+        content = dict(pairs)
+        if len(content) < len(pairs) and not is_file:
             names = [key for key, _ in pairs]
             raise ValueError(f"{quoted(next(key for key in names if names.count(key) > 1))} is written twice")
-        return made
+        return content
 
     def no_constant(constant: str) -> NoReturn:
         raise ValueError(f"`{constant}` is not a number that JSON knows")

@@ -464,12 +464,12 @@ class JobConfig(Section):
 
     def _overwritten(self) -> list[Problem]:
         names = [name for name in self.environment if name.startswith("SM_") or name in _OF_THE_LAUNCHER]
-        found = [Problem(("environment", name), "is set by the launcher, which overwrites it") for name in names]
+        notices = [Problem(("environment", name), "is set by the launcher, which overwrites it") for name in names]
         if "LD_PRELOAD" in self.environment:
             message = "is loaded into every process of the container, the launcher's own too"
             hint = "keep it only if every program of the image works with it"
-            found.append(Problem(("environment", "LD_PRELOAD"), message, hint))
-        return found
+            notices.append(Problem(("environment", "LD_PRELOAD"), message, hint))
+        return notices
 
 
 def _world_problems(distribution: Distribution, hosts: int) -> Iterable[Problem]:

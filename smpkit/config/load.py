@@ -24,8 +24,8 @@ from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem, UsageError
 
 Override = tuple[str, str]
-"""A flag and what it was given: `("--set", "compute.spot=true")`, `("-p", "microbatches=8")`, `("-H", "lr=0.1")`; of
-`("--ranks", "2")` the ranks are on all hosts together. Values are read as YAML."""
+"""A flag and what it was given: `("--set", "compute.spot=true")`, `("-p", "microbatches=8")`, `("-H", "lr=0.1")`,
+`("--ranks", "2")` for the ranks on all hosts together. Values are read as YAML."""
 
 _KIND_NAMES: Mapping[str, str] = {
     "job": "job file",
@@ -96,10 +96,6 @@ class LoadedJob(Loaded):
         """The folder of the job file."""
         return self.path.parent
 
-    def locate(self, location: str) -> Path | str:
-        """Resolve a folder or S3 URI of the job file: a path, or the URI as it is."""
-        return location if "://" in location else self.folder / location
-
 
 def load_job(path: Path | str, overrides: Sequence[Override] = ()) -> LoadedJob:
     """Read and check a job file.
@@ -119,7 +115,7 @@ def load_job(path: Path | str, overrides: Sequence[Override] = ()) -> LoadedJob:
 
 
 def load_script(path: Path, overrides: Sequence[Override] = ()) -> LoadedJob:
-    """Return the job that trains with a script and has no job file; arguments and errors as of `load_job`."""
+    """Return the job that trains with a script and has no job file."""
     loaded = _load("job", path, Document(printable(str(path)), {"entry_point": path.name}), overrides)
     assert isinstance(loaded, LoadedJob)
     return loaded
@@ -131,10 +127,7 @@ def is_script(path: Path | str) -> bool:
 
 
 def load(path: Path | str, overrides: Sequence[Override] = ()) -> Loaded:
-    """Read and check a file of any kind: a job, a distribution, or modelparallel parameters alone.
-
-    Arguments and errors as of `load_job`.
-    """
+    """Read and check a file of any kind: a job, a distribution, or modelparallel parameters alone."""
     path = Path(path)
     if is_script(path):
         shown = printable(str(path))
@@ -401,7 +394,6 @@ def _parameters_path(value: Mapping[str, Any], distribution: KeyPath | None) -> 
     """Return where a file has its modelparallel parameters, or where they belong.
 
     Args:
-        value: what the file says.
         distribution: where it has its distribution; None if it holds parameters alone.
     """
     if distribution is None:
@@ -449,10 +441,6 @@ def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remov
 
     Args:
         name: what messages call the text; it is JSON if this ends with `.json`.
-
-    Raises:
-        ConfigError: the text cannot be read.
-        UsageError: it has something else than a mapping there.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.util import load_yaml_guess_indent

@@ -266,7 +266,7 @@ class ModelParallelConfig(Section):
 
     @classmethod
     def as_written(cls, problem: Problem, data: Any) -> Problem:
-        """Tell a problem of the degree as one of `partitions` to who wrote that."""
+        """Report a problem of the degree as one of `partitions`, where that is what the user wrote."""
         if problem.path[:1] == (_DEGREE,) and _DEGREE not in data and _ALIAS in data:
             return replace(problem, path=(_ALIAS, *problem.path[1:]))
         return problem
@@ -339,8 +339,8 @@ class ModelParallelConfig(Section):
             ConfigError: with all problems, each named by its key.
         """
         raw = _from_script(config) | _from_environment(environment_json)
-        made = validated(cls, raw, subject="modelparallel parameters")
-        return made, made.notices(raw)
+        combined = validated(cls, raw, subject="modelparallel parameters")
+        return combined, combined.notices(raw)
 
 
 class ModelParallelParameters(TypedDict, total=False):

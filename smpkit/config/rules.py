@@ -98,12 +98,7 @@ _Notice = tuple[str, str, str]
 
 
 def unused_settings(config: ModelParallelConfig, written: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a notice for every setting the user wrote that does nothing, or not what it says.
-
-    Args:
-        config: the configuration.
-        written: what the user wrote, by today's names.
-    """
+    """Yield a notice for every setting the user wrote, by today's names, that does nothing, or not what it says."""
     defaults = type(config)().values()
     changed = frozenset(key for key, value in written.items() if key in defaults and value != defaults[key])
     notices = [*_pipeline_notices(config, written), *_other_notices(config, changed)]

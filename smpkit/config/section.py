@@ -112,15 +112,15 @@ class Section(BaseModel):
         problems = explain(error)
         unknown = [str(problem.path[0]) for problem in problems if _is_own(problem, _UNKNOWN)]
         meant = {closest(name, cls.keys()) for name in unknown}
-        told: list[Problem] = []
+        reported: list[Problem] = []
         for problem in problems:
             name = str(problem.path[0]) if problem.path else ""
             if not _is_own(problem, _UNKNOWN, _MISSING):
-                told.append(problem)
+                reported.append(problem)
             # A required field whose name is misspelt is reported once, as it was written.
             elif problem.message == _MISSING and name not in meant:
-                told.append(Problem(problem.path, _MISSING, cls.hints.get(name)))
-        return told + [cls.unknown(name, data) for name in unknown]
+                reported.append(Problem(problem.path, _MISSING, cls.hints.get(name)))
+        return reported + [cls.unknown(name, data) for name in unknown]
 
 
 def _is_own(problem: Problem, *messages: str) -> bool:

@@ -16,8 +16,8 @@ _RESET = "\x1b[0m"
 def closest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate that `name` was probably meant to be, if any."""
     lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7)
-    return lower[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7)
+    return lower[matches[0]] if matches else None
 
 
 def duration(seconds: float) -> str:
@@ -33,8 +33,8 @@ def duration(seconds: float) -> str:
 
 def suggestion(name: str, candidates: Iterable[str]) -> str | None:
     """The hint `did you mean ...?` for a name that is none of `candidates`."""
-    found = closest(name, candidates)
-    return None if found is None else f"did you mean `{found}`?"
+    meant = closest(name, candidates)
+    return None if meant is None else f"did you mean `{meant}`?"
 
 
 def typed(value: object) -> str:

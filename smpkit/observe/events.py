@@ -194,20 +194,11 @@ _NAMES: Final = {kind: name for name, kind in _TYPES.items()}
 _encoded: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def file_name(rank: int) -> str:
-    """Return the name of the file of one rank."""
-    return f"events_{rank}.jsonl"
-
-
 class EventWriter:
-    """Writes the file of one rank, replacing one that is there; every call is one write, so a crash loses little.
-
-    Raises:
-        EventsError: the folder or file cannot be made.
-    """
+    """Writes the file of one rank, replacing one that is there; every call is one write, so a crash loses little."""
 
     def __init__(self, folder: Path, header: Header) -> None:
-        self.path = folder / file_name(header.rank)
+        self.path = folder / f"events_{header.rank}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.write_text(_encoded({"format": FORMAT, **vars(header)}) + "\n", encoding="ascii")
@@ -241,11 +232,7 @@ class RankLog:
 
 
 def find_events(folder: Path) -> list[Path]:
-    """Return the files of a run in rank order, from the folder of events or from a run's output folder.
-
-    Raises:
-        EventsError: there is no such folder, or there are none in it.
-    """
+    """Return the files of a run in rank order, from the folder of events or from a run's output folder."""
     if not folder.is_dir():
         raise EventsError(f"there is no folder `{folder}`", hint="`smpkit runs` lists the runs here")
     for place in _PLACES:
@@ -259,11 +246,7 @@ def find_events(folder: Path) -> list[Path]:
 
 
 def read_events(path: Path) -> RankLog:
-    """Read the file of one rank; a last line without its end is left out.
-
-    Raises:
-        EventsError: the file cannot be read or is not what `EventWriter` wrote; names the line.
-    """
+    """Read the file of one rank; a last line without its end is left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

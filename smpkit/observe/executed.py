@@ -105,15 +105,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
-    """Return one step of one pipeline of a run; its times are seconds since the first action of the pipeline.
-
-    Args:
-        number: one of `run.steps`.
-        pipeline: index into `run.pipelines`.
-
-    Raises:
-        EventsError: the step's events contradict each other.
-    """
+    """Return a step, one of `run.steps`, of a pipeline; its times are seconds since the pipeline's first action."""
     ranks = run.pipelines[pipeline]
     steps = [run.step(rank, number) for rank in ranks]
     begin = run.begin_ns(number, pipeline)
@@ -144,7 +136,7 @@ def as_json(step: ExecutedStep, stages: Sequence[int] | None = None) -> dict[str
     """Return a step as `smpkit timeline --json` prints it and the page of a report draws it; times are seconds.
 
     Args:
-        stages: those that lists by stage are of; None: all.
+        stages: those of which lists by stage tell; None: all.
     """
     shown = range(len(step.ranks)) if stages is None else stages
     return {

@@ -114,11 +114,7 @@ def _steps(events: Sequence[Event]) -> dict[int, RankStep]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read and merge the events of a run.
-
-    Raises:
-        EventsError: files are missing, damaged, or of different runs.
-    """
+    """Read and merge the events of a run; raise EventsError if files are missing, damaged, or of different runs."""
     return merge([read_events(path) for path in find_events(folder)])
 
 

@@ -13,11 +13,7 @@ PROFILED: Final = "smpkit step "
 
 
 def steps_of(text: str) -> range:
-    """Return the steps that `10:12` names, the last one included; `10` is one step.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """Return the steps that `10:12` names, both included, or `10` alone; raise ValueError for anything else."""
     numbers = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1]):
         raise ValueError(f"`{text}` names no steps: give the first and the last, counted from 0, as `10:12`")
@@ -25,7 +21,6 @@ def steps_of(text: str) -> range:
 
 
 def profile_name(rank: int) -> str:
-    """Return the name of a rank's file, in the folder of events."""
     return f"profile_{rank}.json"
 
 

@@ -65,11 +65,7 @@ class Run:
 
 
 def make_run(folder: Path, name: str, now: datetime) -> Run:
-    """Make the folder of a new run of job `name` below `folder`, and see to it that git ignores it.
-
-    Raises:
-        RunsError: it cannot be made.
-    """
+    """Make the folder of a new run of job `name` below `folder`, and see to it that git ignores it."""
     runs = folder / _RUNS
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -124,11 +120,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def last_run(folder: Path) -> Run:
-    """Return the run that started last.
-
-    Raises:
-        RunsError: there is none.
-    """
+    """Return the run that started last; raise RunsError if there is none."""
     runs = find_runs(folder)
     if not runs:
         hint = "`smpkit run JOB_FILE` makes one, in `runs` beside the job file"
@@ -136,17 +128,12 @@ def last_run(folder: Path) -> Run:
     return runs[-1]
 
 
-def open_run(text: str | None, folder: Path | None = None) -> Run:
+def open_run(text: str | None) -> Run:
     """Return the run that a user names: by its folder's path or name, by its job (the last one), or None for the last.
 
-    Args:
-        text: a folder that does not look like a run is taken as one, too: events may lie anywhere.
-        folder: where to look; default: the working directory.
-
-    Raises:
-        RunsError: there is none of that name.
+    A folder that does not look like a run is taken as one, too: events may lie anywhere.
     """
-    where = Path.cwd() if folder is None else folder
+    where = Path.cwd()
     if text is None:
         return last_run(where)
     path = (where / text).absolute()

@@ -39,7 +39,6 @@ _ACTIONS: Final = {"F": "forward", "B": "backward", "W": "weight half of the bac
 
 
 def page_of(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's page."""
     return folder / f"status-{rank}"
 
 
@@ -64,12 +63,6 @@ class StatusPage:
     """A rank's own page.
 
     What changes with every action and layer is one number in `cells`: whoever notes it there calls no function.
-
-    Args:
-        degrees: of pipeline, tensor and data parallelism.
-
-    Raises:
-        OSError: it cannot be made.
     """
 
     def __init__(self, folder: Path, rank: int, degrees: tuple[int, int, int] | None = None) -> None:

@@ -144,11 +144,7 @@ _ADAPTER: Final = TypeAdapter(RunSummary)
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
-    """Write `summary.json` into the folder of a run, whole or not at all.
-
-    Raises:
-        SummaryError: the file cannot be written.
-    """
+    """Write `summary.json` into the folder of a run, whole or not at all."""
     path = folder / SUMMARY
     part = path.with_name(f".{SUMMARY}.{os.getpid()}")
     try:
@@ -160,11 +156,7 @@ def write_summary(folder: Path, summary: RunSummary) -> None:
 
 
 def read_summary(folder: Path) -> RunSummary:
-    """Read the summary of the run in `folder`.
-
-    Raises:
-        SummaryError: there is none, or it is not one.
-    """
+    """Read the summary of the run in `folder`; raise SummaryError if there is none, or if it is damaged."""
     path = folder / SUMMARY
     try:
         return _ADAPTER.validate_json(path.read_bytes())

@@ -49,7 +49,7 @@ def _lines(summary: RunSummary) -> Iterator[str]:
 
 
 def _rates(summary: RunSummary) -> Iterator[str]:
-    """Yield how fast a run was, as far as that is known; how many steps a second it made says the length of a step."""
+    """Yield the rates that are known, without that of steps, which the length of a step says."""
     for unit in ("samples", "tokens"):
         rate = getattr(summary, f"{unit}_per_s")
         if rate is not None:

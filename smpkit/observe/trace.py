@@ -37,11 +37,7 @@ _OF_THE_PROFILER: Final = ("Record Window End", "Iteration Start: PyTorch Profil
 def chrome_trace(
     run: Run, steps: Iterable[int] | None = None, profiles: Mapping[int, Mapping[str, Any]] | None = None
 ) -> str:
-    """Return the trace as JSON text; of all steps that every rank finished, unless some are named.
-
-    Args:
-        profiles: of torch's profiler, by rank, as `profiles_of` reads them.
-    """
+    """Return the trace as JSON text, with profiles by rank; of all steps that every rank finished, or of some."""
     numbers = list(run.steps if steps is None else steps)
     events = [event for rank in range(run.mesh.size) for event in _rank_events(run, rank, numbers)]
     events += [event for number in numbers for event in _flows(run, number, events)]
@@ -181,11 +177,7 @@ def _flows(run: Run, number: int, events: Sequence[TraceEvent]) -> Iterator[Trac
 
 
 def profiles_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the profiles in a folder of events, by rank.
-
-    Raises:
-        EventsError: one is damaged.
-    """
+    """Return the profiles in a folder of events, by rank."""
     profiles = {}
     for path in sorted(folder.glob("profile_*.json")):
         rank = rank_of(path.name)
@@ -203,18 +195,15 @@ def _profile_events(run: Run, rank: int, profile: Mapping[str, Any]) -> Iterator
     """Yield a profile's events as those of the rank's process in the trace of the run.
 
     The profiler's clock is not ours: the begin of a profiled step is in both, and moves all the rest.
-
-    Raises:
-        EventsError: no profiled step is among the recorded ones.
     """
     marks = [each for each in profile["traceEvents"] if each.get("ph") == "X" and each.get("cat") == "user_annotation"]
     ours = [each for each in marks if str(each.get("name", "")).startswith(PROFILED)]
     begins = {int(each["name"].removeprefix(PROFILED)): float(each["ts"]) for each in ours}
-    known = next((number for number in begins if number in run.steps), None)
-    if known is None:
+    recorded = next((number for number in begins if number in run.steps), None)
+    if recorded is None:
         message = f"the profile of rank {rank} has none of the recorded steps"
         raise EventsError(message, hint="record as many steps: SMPKIT_EVENTS_STEPS")
-    offset = _microseconds(run.step(rank, known).span.start_ns) - begins[known]
+    offset = _microseconds(run.step(rank, recorded).span.start_ns) - begins[recorded]
     threads: dict[tuple[Any, Any], int] = {}
     names: dict[tuple[Any, Any], str] = {}
     for event in profile["traceEvents"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
@@ -179,7 +179,6 @@ def memory_of_ranks(
 
     Args:
         live_microbatches: for each rank, how many microbatches it holds at a time; a chunk of one is a part.
-        states_per_parameter: numbers that the optimizer keeps per trained one; see `smpkit.plan.optimizers`.
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
         offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
             and on its host; empty: all of them stay on the device.
@@ -192,7 +191,10 @@ def memory_of_ranks(
     share = share or Share()
     pieces_reduced = replicated and (share.rdp_size > 1 or share.dp_size == 1)
     places = assignment.partition_of
-    held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
+    held = [
+        {*model.loose}.union(*(unit.tensors for unit in model.units if places[unit.cost.name] == rank))
+        for rank in range(assignment.num_partitions)
+    ]
     num_holders = Counter(name for names in held for name in names)
     alone = {name for name in model.tensors if num_holders[name] == 1}
     memories = []
@@ -202,9 +204,7 @@ def memory_of_ranks(
         whole = {name: _piece_of(model.tensors[name], share) for name in sorted(names)}
         tensors = [_part_of(tensor, share) for tensor in whole.values()]
         trained = [tensor for tensor in tensors if tensor.trainable]
-        updated = _updated(
-            trained, share, names - alone, lambda tensors: _states_bytes(tensors, half, states_per_parameter)
-        )
+        updated = _updated(trained, share, names - alone, half, states_per_parameter)
         masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
         alike = [tensor for tensor in updated if tensor.dtype != half]
         reduced = [
@@ -236,15 +236,6 @@ def memory_of_ranks(
     return tuple(memories)
 
 
-def _held(model: ModelFacts, places: Mapping[str, int], rank: int) -> set[str]:
-    """Return the names of the tensors that a rank holds, each once however many of its units use it."""
-    names = set(model.loose)
-    for unit in model.units:
-        if places[unit.cost.name] == rank:
-            names.update(unit.tensors)
-    return names
-
-
 def _bytes(tensors: Iterable[TensorFacts]) -> int:
     return sum(tensor.num_bytes for tensor in tensors)
 
@@ -273,8 +264,8 @@ class Share:
         tp_rank: position among the ranks that share distributed modules.
         dp_size: how many ranks hold the partition.
         rdp_size: how many are exact replicas.
-        positions: of optimizer states that are dealt out, the position among both of each rank that is meant; the one
-            with most states counts. Empty: each rank has all states.
+        positions: where optimizer states are dealt out, for each rank that is meant its position among `dp_size` and
+            among `rdp_size` ranks; the rank with most states counts. Empty: each rank has all states.
         sharding_degree: over how many replicas parameters, gradients and states are divided.
     """
 
@@ -324,13 +315,12 @@ def _part_of(tensor: TensorFacts, share: Share) -> TensorFacts:
 
 
 def _updated(
-    trained: Sequence[TensorFacts], share: Share, tied: Collection[str], size: Callable[[Iterable[TensorFacts]], int]
+    trained: Sequence[TensorFacts], share: Share, tied: Collection[str], half: str | None, states_per_parameter: int
 ) -> list[TensorFacts]:
     """Return the trained tensors whose optimizer states the fullest rank keeps, dealt out as the runtime does.
 
     Args:
         tied: names of tensors that other pipeline ranks hold too; they are counted on each of their ranks.
-        size: of their states.
     """
     if not share.positions:
         return list(trained)
@@ -344,7 +334,7 @@ def _updated(
             load[owner] += each.num_bytes
             dealt[each.over_replicas, owner].append(each)
     kept = ([*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in share.positions)
-    return max(kept, key=size)
+    return max(kept, key=lambda tensors: _states_bytes(tensors, half, states_per_parameter))
 
 
 def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
@@ -360,14 +350,13 @@ def _gathered_bytes(
     share: Share,
     persistent: int,
     *,
-    half: bool = False,
+    half: bool,
 ) -> int:
     """Return the most that is whole at a time of what is divided over replicas.
 
     That is what belongs to no block, small blocks, and two others: the one at work and the next.
 
     Args:
-        blocks: names of the tensors that are gathered together.
         persistent: blocks of fewer elements stay whole.
         half: what is gathered has two bytes per element.
     """

@@ -35,11 +35,7 @@ class Levers:
 
 
 def memory_hint(levers: Levers, *, weights: int, gradients: int, states: int, activations: int) -> str:
-    """Return which setting saves most of these bytes; empty if none does.
-
-    Args:
-        activations: what waits for its backward on the device.
-    """
+    """Return which setting saves most of these bytes, of activations those on the device; empty if none does."""
     # A gradient is as large as its weight, and is not there yet in the first forward.
     updated, divided = weights + max(weights, gradients), 1 - 1 / levers.replicas
     saved = {

@@ -115,13 +115,9 @@ def html(timeline: Timeline, memory: Sequence[RankMemory]) -> str:
     for stage, each in enumerate(memory):
         gradients, optimizer = each.gradients_bytes + each.reduction_bytes, each.optimizer_bytes + each.masters_bytes
         sizes = (each.parameters_bytes, gradients, optimizer, each.activations_bytes, each.host_bytes, each.total_bytes)
-        rows.append([str(stage), *map(_mebibytes, sizes)])
+        rows.append([str(stage), *("unknown" if size is None else f"{size / 2**20:,.1f}" for size in sizes)])
     names = ("stage", "parameters", "gradients", "optimizer", "activations", "on the host", "total")
     head = "".join(f"<th>{name}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     caption = "<caption>MiB of each stage's fullest rank</caption>"
     return f"{drawing}<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _mebibytes(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"

@@ -89,23 +89,18 @@ def test_what_the_machine_refuses_is_no_bug(error: OSError, said: str, capsys: p
 
 
 SCRIPT = """\
-import sys, time
+import sys
 import click
 from smpkit.cli.main import exit_code_of
 def action():
-    click.echo("started")
-    {body}
+    for _ in range(100_000):
+        click.echo("x" * 100)
 sys.exit(exit_code_of(action))
 """
 
 
-def start(body: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", SCRIPT.format(body=body)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
-    with start("[click.echo('x' * 100) for _ in range(100_000)]") as process:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         os.read(process.stdout.fileno(), 10)
@@ -115,13 +110,9 @@ def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
     assert (process.returncode, error) == (1, b"")
 
 
-def shell(command: str) -> subprocess.CompletedProcess[str]:
-    line = f"{sys.executable} -m smpkit {command}"
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=150, check=False)
-
-
 def test_streams_that_the_caller_closed_are_not_taken_by_files() -> None:
-    done = shell("schema <&- >&- 2>&-; echo $?")
+    line = f"{sys.executable} -m smpkit schema <&- >&- 2>&-; echo $?"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=150, check=False)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 

@@ -536,14 +536,14 @@ def test_a_dry_run_with_credentials_asks_for_the_real_values(smpkit: Smpkit) -> 
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("options", ["--backend batch", "--region eu-west-1 --profile 'my own'"])
+@pytest.mark.parametrize("options", ["--backend batch", r"--region eu-west-1 --profile 'my\own'"])
 def test_commands_in_hints_find_the_same_cloud(use: Use, smpkit: Smpkit, options: str) -> None:
     """Pasted as printed, they said that no region is set."""
     aws = use(Script(failure=REASON))
     given = shlex.split(options)
     region, profile = "", ""
     if "--region" in given:
-        region, profile = " --region eu-west-1", " --profile 'my own'"
+        region, profile = " --region eu-west-1", r" --profile 'my\own'"
     expected = f"{profile}{region}" or " --backend batch"
     said = smpkit("submit", "job.yaml", "--name", "job", *given).stderr
     assert f"Follow with `smpkit logs -f job{expected}`, stop with `smpkit stop job{expected}`" in said

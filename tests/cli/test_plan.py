@@ -208,18 +208,16 @@ def test_what_cannot_be_is_said(arguments: list[str], code: int, message: str, z
     assert "Traceback" not in result.stderr
 
 
+BY_HAND = '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": false, "default_partition": 0}'
+
+
 @pytest.mark.usefixtures("zoo")
 def test_what_the_model_places_by_hand_is_planned(smpkit: Smpkit, tmp_path: Path) -> None:
-    (tmp_path / "mp.json").write_text(
-        '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": false, "default_partition": 0}'
-    )
+    (tmp_path / "mp.json").write_text(BY_HAND)
     content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:Placed", "--json").stdout)
     found = [{unit.rpartition(".")[0] or unit for unit in stage["units"]} for stage in content["stages"]]
     assert found == [{"embed", "blocks.0", "blocks.2", "blocks.4"}, {"blocks.1", "blocks.3", "blocks.5", "head"}]
     assert "F0.2" in content["schedule"]["actions"][0]
-
-
-BY_HAND = '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": false, "default_partition": 0}'
 
 
 def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit) -> None:
@@ -278,14 +276,12 @@ def traced():
 """
 
 
-def _offloading(folder: Path, **changes: object) -> None:
-    parameters = {"pipeline_parallel_degree": 2, "microbatches": 4, "offload_activations": True, **changes}
-    (folder / "mp.json").write_text(json.dumps(parameters))
+OFFLOADING = '{"pipeline_parallel_degree": 2, "microbatches": 4, "offload_activations": true}'
 
 
-def test_offloading_is_planned_for_each_stage(zoo: Path, smpkit: Smpkit) -> None:
+def test_offloading_is_planned_for_each_stage_and_copies_that_do_not_hide_are_said(zoo: Path, smpkit: Smpkit) -> None:
     (zoo / "zoo.py").write_text(CHECKPOINTED)
-    _offloading(zoo)
+    (zoo / "mp.json").write_text(OFFLOADING)
     arguments = ("plan", "mp.json", "--model", "zoo:traced", "--tflops", "0.001", "--link-gbs", "1")
     content = json.loads(smpkit(*arguments, "--json").stdout)
     first, last = content["offload"]
@@ -297,17 +293,12 @@ def test_offloading_is_planned_for_each_stage(zoo: Path, smpkit: Smpkit) -> None
     assert content["stages"][0]["host_bytes"] == first["host_bytes"]
     lines = smpkit(*arguments).stdout.splitlines()
     assert "offload   at horizon 4, over a link of 1 GB/s each way, by devices of 0.001 TFLOP/s" in lines
-
-
-def test_a_link_too_slow_to_hide_copies_is_said(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "zoo.py").write_text(CHECKPOINTED)
-    _offloading(zoo)
-    result = smpkit("plan", "mp.json", "--model", "zoo:traced", "--tflops", "100", "--link-gbs", "1")
-    assert "hint: copies take longer than the forward of their layer; a link of " in result.stderr
+    said = smpkit("plan", "mp.json", "--model", "zoo:traced", "--tflops", "100", "--link-gbs", "1").stderr
+    assert "hint: copies take longer than the forward of their layer; a link of " in said
 
 
 def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpkit) -> None:
-    _offloading(zoo)
+    (zoo / "mp.json").write_text(OFFLOADING)
     result = smpkit("plan", "mp.json", "--model", "zoo:traced")
     assert "`offload_activations` has nothing to offload: no layer of the model is checkpointed" in result.stderr
     assert "offload   " not in result.stdout

@@ -70,6 +70,13 @@ def zoo(folder: Path) -> Path:
     return folder
 
 
+def parameters(folder: Path) -> ModelParallelConfig:
+    """Return what the job has now."""
+    config = load_job(folder / "job.yaml").config.distribution.model_parallel
+    assert config is not None
+    return config
+
+
 def tune(smpkit: Smpkit, *arguments: str) -> Any:
     return smpkit("tune", "job.yaml", "--model", "zoo:traced", "--seconds", "2", *arguments)
 
@@ -92,7 +99,6 @@ def test_the_best_are_shown_with_what_they_take(zoo: Path, smpkit: Smpkit) -> No
     for word in ("bubble", "communication", "stall", "limited by", "activations", "ruled out", "settings  "):
         assert word in done.stdout
     assert "--write" in done.stderr
-    assert load_job(zoo / "job.yaml").config.distribution.model_parallel is not None
     assert (zoo / "job.yaml").read_text() == JOB
 
 
@@ -118,23 +124,19 @@ def test_the_job_is_changed_and_its_comments_stay(zoo: Path, smpkit: Smpkit) -> 
         assert comment in text
     assert "Changed job.yaml: " in done.stderr
     assert "removed active_microbatches" in done.stderr
-    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
-    assert config is not None
     again = found(smpkit, *to_the_end)
     assert again["best"][0]["changes"] == {}
     assert again["present"]["step_seconds"] == pytest.approx(again["best"][0]["step_seconds"], rel=0.01)
     # What `smpkit plan` says of the changed job is what was predicted.
     planned = json.loads(smpkit("plan", "job.yaml", "--ranks", "16", "--hosts", "2", "--json").stdout)
-    assert planned["schedule"]["microbatches"] == config.microbatches
+    assert planned["schedule"]["microbatches"] == parameters(zoo).microbatches
     assert sorted(path.name for path in zoo.iterdir() if "tune" in path.name) == []
 
 
 def test_what_was_predicted_with_a_parameter_is_written_with_it(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "-p", "bf16=true", "--write")
     assert done.exit_code == 0, done.stderr
-    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
-    assert config is not None
-    assert config.bf16
+    assert parameters(zoo).bf16
     refused = tune(smpkit, "--set", "compute.instance_count=4", "--write")
     assert refused.exit_code == 2
     assert "`--write` cannot be given beside `--set`, which the file would not have" in refused.stderr
@@ -181,14 +183,12 @@ def test_the_older_name_of_the_degree_is_replaced(zoo: Path, smpkit: Smpkit) -> 
     (zoo / "job.yaml").write_text(JOB.replace("pipeline_parallel_degree: 4", "partitions: 16"))
     done = tune(smpkit, "--write")
     assert done.exit_code == 0, done.stderr
-    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
-    assert config is not None
-    assert config.pipeline_parallel_degree != 16
+    assert parameters(zoo).pipeline_parallel_degree != 16
 
 
 def test_parameters_in_a_file_of_their_own_are_changed_there(zoo: Path, smpkit: Smpkit) -> None:
-    parameters = "# ours\npipeline_parallel_degree: 16  # deep\nmicrobatches: 16\nddp: true\n"
-    (zoo / "mp.yaml").write_text(parameters)
+    text_before = "# ours\npipeline_parallel_degree: 16  # deep\nmicrobatches: 16\nddp: true\n"
+    (zoo / "mp.yaml").write_text(text_before)
     text = "entry_point: train.py\ncompute: {instance_type: ml.p4d.24xlarge, instance_count: 2}\n"
     text += "distribution:\n  smdistributed: {modelparallel: {enabled: true, parameters: mp.yaml}}\n"
     text += "  torch_distributed: {enabled: true}\n"
@@ -197,7 +197,7 @@ def test_parameters_in_a_file_of_their_own_are_changed_there(zoo: Path, smpkit: 
     assert done.exit_code == 0, done.stderr
     assert (zoo / "job.yaml").read_text() == text
     changed = (zoo / "mp.yaml").read_text()
-    assert changed != parameters
+    assert changed != text_before
     assert changed.startswith("# ours\n")
 
 
@@ -223,9 +223,7 @@ def test_what_layers_do_automatically_is_searched_too(
     assert done.exit_code == 0, done.stderr
     assert ("removed offload_activations" in done.stderr) is not stays
     assert ("offload_activations: auto   # as it sees fit" in (zoo / "job.yaml").read_text()) is stays
-    config = load_job(zoo / "job.yaml").config.distribution.model_parallel
-    assert config is not None
-    assert config.offload_activations == ("auto" if stays else False)
+    assert parameters(zoo).offload_activations == ("auto" if stays else False)
     again = found(smpkit, *asked)
     assert again["best"][0]["changes"] == {}
     assert set(again["present"]["layers"].values()) == layers

@@ -161,7 +161,7 @@ def test_json_that_cannot_be_read_says_where_and_why(text: str, message: str) ->
 def refused(data: bytes, tmp_path: Path, name: str = "job.yaml") -> str:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError) as caught:
-        read_document(tmp_path / name, name)
+        read_document(tmp_path / name)
     return caught.value.problems[0].message
 
 

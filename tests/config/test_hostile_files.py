@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,20 +16,6 @@ distribution:
   smdistributed:
     modelparallel: {{enabled: true, parameters: {name}}}
 """
-
-
-@pytest.fixture(autouse=True)
-def _deadline() -> Iterator[None]:
-    """Fail instead of waiting for ever, as for a pipe that nobody writes to."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError("not done after 60 s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def job(folder: Path, name: object) -> Path:

@@ -47,21 +47,23 @@ def test_what_is_no_run_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[Run]:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    monkeypatch.chdir(tmp_path)
     return [make_run(tmp_path, name, NOW + timedelta(seconds=i)) for i, name in enumerate(("gpt", "gpt", "t5"))]
 
 
 def test_open_run_takes_nothing_a_name_a_job_or_a_path(runs: list[Run], tmp_path: Path) -> None:
-    assert open_run(None, tmp_path) == runs[2]
-    assert open_run(runs[0].label, tmp_path) == runs[0]
-    assert open_run("gpt", tmp_path) == runs[1]
-    assert open_run(str(runs[0].path), Path("/")) == runs[0]
-    assert open_run("runs", tmp_path) == open_run(str(tmp_path)) == runs[2]
+    assert open_run(None) == runs[2]
+    assert open_run(runs[0].label) == runs[0]
+    assert open_run("gpt") == runs[1]
+    assert open_run(str(runs[0].path)) == runs[0]
+    assert open_run("runs") == open_run(str(tmp_path)) == runs[2]
 
 
-def test_an_unknown_run_is_answered_with_the_nearest(runs: list[Run], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("runs")
+def test_an_unknown_run_is_answered_with_the_nearest() -> None:
     with pytest.raises(RunsError, match="there is no run `gpt2`") as caught:
-        open_run("gpt2", tmp_path)
+        open_run("gpt2")
     assert caught.value.hint == "did you mean `gpt`?"
 
 

@@ -169,16 +169,12 @@ class Content:
 
 
 def content_of(run: runs.Run) -> Content:
-    """Read the folder of a run, or any folder with events.
-
-    Raises:
-        SmpkitError: there is nothing of a run in it.
-    """
+    """Read the folder of a run, or any folder with events; raise SmpkitError if there is nothing of a run in it."""
     missing: dict[str, str] = {}
     events = _events(run.path, missing)
     summary = _summary(run.path, missing)
     curves = tuple(map(_thinned, _curves(run.path)))
-    environment = _object(run.path / runs.ENVIRONMENT)
+    environment = _parsed(_text(run.path / runs.ENVIRONMENT))
     if events is None and summary is None and not curves and not environment:
         find_events(run.path)  # raises the sentence about events
     settings = tuple(Setting(name, _shown(value), origin) for name, value, origin in environment.pop("settings", ()))
@@ -260,14 +256,14 @@ def _summary(folder: Path, missing: dict[str, str]) -> RunSummary | None:
 
 def _curves(folder: Path) -> Iterator[Curve]:
     """Yield what was logged, the loss first."""
-    found: defaultdict[str, dict[int, float | None]] = defaultdict(dict)
+    points: defaultdict[str, dict[int, float | None]] = defaultdict(dict)
     for logged in read_values(folder):
         for name, value in logged.values.items():
             # A run that was resumed logs some steps again: the last time counts.
-            found[name][logged.step] = value if math.isfinite(value) else None
-    for name in sorted(found, key=lambda name: name != LOSS):
-        steps = sorted(found[name])
-        values = tuple(found[name][step] for step in steps)
+            points[name][logged.step] = value if math.isfinite(value) else None
+    for name in sorted(points, key=lambda name: name != LOSS):
+        steps = sorted(points[name])
+        values = tuple(points[name][step] for step in steps)
         gaps = [step for step, value in zip(steps, values, strict=True) if value is None]
         often = "once, at" if len(gaps) == 1 else f"{len(gaps):,} times, first at"
         yield Curve(name, tuple(steps), values, f"NaN or infinite {often} step {gaps[0]:,}" if gaps else "")
@@ -329,10 +325,6 @@ def _text(path: Path, most_bytes: int | None = None) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def _object(path: Path) -> dict[str, Any]:
-    return _parsed(_text(path))
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -400,7 +392,9 @@ def _chosen_steps(times: StepTimes) -> dict[int, str]:
 
 def _step_views(run: Run, main: StepTimes) -> Iterator[StepView]:
     chosen = _chosen_steps(main)
-    lengths = [max(_length(run, rank, next(iter(chosen))) for rank in ranks) for ranks in run.pipelines]
+    typical = next(iter(chosen))
+    spans = [[run.step(rank, typical).span for rank in ranks] for ranks in run.pipelines]
+    lengths = [max(span.end_ns - span.start_ns for span in some) for some in spans]
     shown = first_last_and_busiest(lengths, _MOST_PIPELINES)
     for number, why in chosen.items():
         steps = [executed_step(run, number, pipeline) for pipeline in shown]
@@ -412,11 +406,6 @@ def _step_views(run: Run, main: StepTimes) -> Iterator[StepView]:
         ]
         pipelines = tuple(map(as_json, steps, stages))
         yield StepView(number, why, pipelines, tuple(each for each in memory if each is not None))
-
-
-def _length(run: Run, rank: int, number: int) -> int:
-    span = run.step(rank, number).span
-    return span.end_ns - span.start_ns
 
 
 def _memory(run: Run, number: int, rank: int, begin_ns: int) -> RankMemory | None:

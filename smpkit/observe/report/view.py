@@ -73,7 +73,7 @@ class _Figure:
 
 
 class _RunView:
-    """A run's content, whose attributes are the view's, and what the template needs beside that."""
+    """A run's content, whose attributes are also those of the view, and what the template needs beside it."""
 
     def __init__(self, content: Content, index: int, num_runs: int) -> None:
         self.content = content

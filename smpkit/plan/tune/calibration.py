@@ -144,11 +144,9 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def measured_flops(folder: Path, half: str | None) -> float | None:
-    """Return the fastest matrix product in a folder's calibration, of a rank while all compute; None: it has none of
-    this machine.
+    """Return the fastest matrix product of a rank, while all compute, in half precision or (None) single.
 
-    Args:
-        half: the half precision that a job computes in; None: single.
+    None if the folder has no calibration of this machine.
     """
     if not (path := folder / CALIBRATION).is_file():
         return None
@@ -179,10 +177,10 @@ def this_machine() -> Identity:
 
 def _processor() -> str:
     try:
-        found = re.search(r"^model name\s*: *(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^model name\s*: *(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine() or "unknown"
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine() or "unknown"
 
 
 def _host_memory() -> int:
@@ -193,9 +191,9 @@ def _host_memory() -> int:
 
 
 def _accelerators() -> tuple[str, int, int]:
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return "cpu", 0, 0
     lines = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]
@@ -213,14 +211,14 @@ def differences(measured: Identity, present: Identity) -> tuple[str | None, list
     """
     if (measured.kind, measured.device == "cpu") != (present.kind, present.device == "cpu"):
         return f"was measured on `{measured.host}`, whose ranks compute on {measured.kind}, not {present.kind}", []
-    found = []
+    others = []
     for name, one, other in (
         ("cores", measured.cores, present.cores),
         ("accelerators", measured.devices, present.devices),
         ("GiB of memory", measured.memory_bytes >> 30, present.memory_bytes >> 30),
     ):
         if one != other:
-            found.append(f"{one} {name} there, {other} here")
+            others.append(f"{one} {name} there, {other} here")
     if measured.host != present.host:
-        found.insert(0, f"it was measured on `{measured.host}`, and this is `{present.host}`")
-    return None, found
+        others.insert(0, f"it was measured on `{measured.host}`, and this is `{present.host}`")
+    return None, others

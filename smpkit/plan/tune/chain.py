@@ -24,6 +24,7 @@ better the best choice could be.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -139,11 +140,7 @@ def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: Cha
 
 
 def _parts(layer: ChainLayer, choice: Choice, limits: ChainLimits, once: float | None) -> tuple[float, float, float]:
-    """Return the additional compute, and the bytes on device and host that add up.
-
-    Args:
-        once: for the last layer, what the device holds once.
-    """
+    """Return the additional compute, and the bytes on device and host that add up; `once` is for the last layer."""
     if choice is Choice.KEEP:
         saved = layer.saved_bytes * limits.live
         return 0.0, saved if once is None else max(0.0, saved - limits.spared_bytes(once)), 0.0
@@ -153,11 +150,7 @@ def _parts(layer: ChainLayer, choice: Choice, limits: ChainLimits, once: float |
 
 
 def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -> float:
-    """Return the time of a microbatch: of compute, or of the link where that takes longer.
-
-    Args:
-        forward: the part of `compute` before backward begins.
-    """
+    """Return the time of a microbatch: of compute, `forward` of which is before backward, or of the link, if longer."""
     num_bytes = host / limits.live if limits.live else 0.0
     if not num_bytes:
         return compute
@@ -269,10 +262,7 @@ def _undominated(states: list[_State]) -> list[_State]:
     stairs: list[tuple[float, float]] = []
     for state in states:
         _, device, host, _ = state
-        low, high = 0, len(stairs)
-        while low < high:  # the last stair with at most this much on the device
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if stairs[middle][0] <= device else (low, middle)
+        low = bisect_right(stairs, (device, inf))  # behind the last stair with at most this much on the device
         if low and stairs[low - 1][1] <= host:
             continue
         kept.append(state)
@@ -405,8 +395,7 @@ def choose_by_simulation(
 ) -> ChainChoice | None:
     """Return the fastest of the candidates that fit, by the simulated engine; None: nothing fits.
 
-    Args:
-        limits: of one process: `overlaps` is False, and `live` is 1.
+    Limits are those of one process: `overlaps` is False, and `live` is 1.
     """
     bound = choose(layers, replace(limits, link=_FREE))
     if bound is None or Choice.OFFLOAD not in limits.allowed:

@@ -39,7 +39,7 @@ def features(
     config: ModelParallelConfig, num_ranks: int, model: ModelFacts, speed: Speed, optimizer: str, plan: Plan
 ) -> list[Feature]:
     """Return the features that change what ranks hold, those that save most first."""
-    known = []
+    weighed = []
     replicas = num_ranks // (config.pipeline_parallel_degree * config.tensor_parallel_degree)
     layers = layers_of(model)
     for change in memory_changes(config, replicas, can_checkpoint=bool(layers), is_checkpointed=model.has_boundaries):
@@ -63,8 +63,8 @@ def features(
         time = _of_sample(without)
         cost = _of_sample(with_it) / time - 1 if time else 0.0
         if saved or host:
-            known.append(Feature(change.setting, change.is_on, peak_of(changed), saved, cost, max(0, host)))
-    return sorted(known, key=lambda feature: feature.saved_bytes, reverse=True)
+            weighed.append(Feature(change.setting, change.is_on, peak_of(changed), saved, cost, max(0, host)))
+    return sorted(weighed, key=lambda feature: feature.saved_bytes, reverse=True)
 
 
 def remedy(known: Sequence[Feature], limit_bytes: float) -> Feature | None:
@@ -78,8 +78,7 @@ def automatic(
 ) -> dict[str, Choice] | None:
     """Return what layers of strategy "auto" would do within this memory; None: nothing fits, or there are none.
 
-    Args:
-        on_host: ranks compute on the host, where nothing is offloaded.
+    Where ranks compute on the host, nothing is offloaded.
     """
     layers = layers_of(model)
     if not layers:

@@ -99,11 +99,10 @@ INSTANCES: Final[Mapping[str, Instance]] = {
 
 
 def published_flops(device: str, half: str | None) -> tuple[str, float] | None:
-    """Return the model and the peak of an accelerator; None: nothing is published of it.
+    """Return the model and the peak of an accelerator, in half precision or (None) single; None: it is not published.
 
     Args:
         device: its name, such as `NVIDIA A100-SXM4-40GB`.
-        half: the half precision that a job computes in; None: single.
     """
     words = set(re.split(r"[\s-]+", device))
     for instance in INSTANCES.values():

@@ -37,10 +37,6 @@ class Channel:
     bytes_per_second: float
     latency_seconds: float = 0.0
 
-    def seconds(self, num_bytes: float) -> float:
-        """Return how long a message takes."""
-        return self.latency_seconds + num_bytes / self.bytes_per_second
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -88,12 +84,7 @@ class Machine:
         return self.local if hosts == 1 else self.remote
 
     def collective_seconds(self, operation: Operation, num_bytes: float, ranks: int, hosts: int) -> float:
-        """Return how long a collective takes.
-
-        Args:
-            num_bytes: of the whole value.
-            hosts: over how many hosts the ranks lie.
-        """
+        """Return how long a collective takes whose whole value has so many bytes."""
         if ranks < 2:
             return 0.0
         fitted = self.measured.get((operation, ranks)) if hosts == 1 else None
@@ -107,9 +98,6 @@ def published(instance_type: str, *, tflops: float | None = None) -> Machine:
 
     Args:
         tflops: what a device reaches in training, where that is known.
-
-    Raises:
-        UsageError: nothing is published that has a source.
     """
     name = instance_type if instance_type.startswith("ml.") else f"ml.{instance_type}"
     if name not in INSTANCES:
@@ -192,11 +180,11 @@ def _speed_of(link: HostLink) -> LinkSpeed:
 
 
 def _collectives(calibration: Calibration) -> dict[tuple[Operation, int], Channel]:
-    found: dict[tuple[Operation, int], list[tuple[float, float]]] = {}
+    measured: dict[tuple[Operation, int], list[tuple[float, float]]] = {}
     for each in calibration.collectives:
-        found.setdefault((each.operation, each.ranks), []).append((each.num_bytes, each.seconds))
+        measured.setdefault((each.operation, each.ranks), []).append((each.num_bytes, each.seconds))
     fitted = {}
-    for (operation, ranks), points in found.items():
+    for (operation, ranks), points in measured.items():
         rounds = (2 if operation == "all_reduce" else 1) * (ranks - 1)
         if channel := _fit(points, rounds, share=1 / ranks):
             fitted[operation, ranks] = channel

@@ -28,7 +28,7 @@ class Change:
     is_on: bool = False
     """The job has the setting, and it is taken away."""
     recomputes: bool | None = None
-    """Whether layers are checkpointed then; None: those that are."""
+    """Whether layers are checkpointed then; None: as they are now."""
 
     def of(self, config: ModelParallelConfig) -> dict[str, Any]:
         """Return the parameters of a configuration with the change; those that mean nothing any more are left out."""
@@ -46,8 +46,6 @@ def memory_changes(
 
     Args:
         replicas: ranks that hold the same weights.
-        can_checkpoint: the model has layers that can be recomputed.
-        is_checkpointed: some are.
     """
     if can_checkpoint and is_checkpointed:
         yield Change(CHECKPOINTING, "checkpointing", {"offload_activations": False}, is_on=True, recomputes=False)
@@ -81,8 +79,7 @@ def memory_changes(
 def speed_changes(config: ModelParallelConfig, *, on_host: bool) -> Iterator[dict[str, Any]]:
     """Yield the parameters that the schedule, the partition and offloading may have for these degrees.
 
-    Args:
-        on_host: ranks compute on the host, where there is nothing to offload to.
+    Where ranks compute on the host, there is nothing to offload to.
     """
     base = config.given()
     stages, rounds = config.pipeline_parallel_degree, config.microbatches

@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RuledOut:
-    """Why a configuration is none."""
+    """Why a configuration cannot run."""
 
     kind: str
     """`memory`, `batch` or `partition`."""
@@ -82,29 +82,14 @@ class Prediction:
     plan: Plan
     choices: Mapping[str, Choice]
     """By unit, of those that can be recomputed."""
-    compute_seconds: float
-    """Of the busiest rank, recomputation included."""
-    bubble_seconds: float
-    communication_seconds: float
-    stall_seconds: float
-    optimizer_seconds: float
+    parts: Mapping[str, float]
+    """What the step is made of, in seconds: `compute` is that of the busiest rank, with recomputation."""
     gap: float
     """By which share another choice for the layers could be faster."""
 
     @property
     def step_seconds(self) -> float:
-        return sum(seconds for _, seconds in self.parts)
-
-    @property
-    def parts(self) -> tuple[tuple[str, float], ...]:
-        """What the step is made of, in seconds."""
-        return (
-            ("compute", self.compute_seconds),
-            ("bubble", self.bubble_seconds),
-            ("communication", self.communication_seconds),
-            ("stall", self.stall_seconds),
-            ("optimizer", self.optimizer_seconds),
-        )
+        return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,7 +106,7 @@ class Prediction:
         assert model is not None
         again = sum(unit.cost.recomputed_flops for unit in model.units)
         share = again / (3 * sum(unit.cost.flops for unit in model.units) + again)
-        parts = {**dict(self.parts), "recomputation": share * self.compute_seconds}
+        parts = {**self.parts, "recomputation": share * self.parts["compute"]}
         parts["compute"] -= parts["recomputation"]
         name = max((part for part in parts if part != "compute"), key=lambda part: parts[part])
         if parts[name] < 0.1 * self.step_seconds:
@@ -267,18 +252,14 @@ def _prediction(
     waited = 2 * config.microbatches * sum(speed.collective_seconds.get(name, 0.0) for name in units)
     # Ranks of a host that share cores need together at least this long.
     shared = mesh.size / len(busy) / job.hosts * sum(busy) / machine.parallel_ranks
-    return Prediction(
-        config,
-        job,
-        plan,
-        choices,
-        compute_seconds=busy[slowest] - waited,
-        bubble_seconds=max(timeline.makespan_seconds, shared) - busy[slowest],
-        communication_seconds=waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
-        stall_seconds=max((each.stall_seconds for each in plan.forecasts), default=0.0),
-        optimizer_seconds=max(_num_updated(each, job.optimizer) for each in plan.memory) / machine.updates_per_second,
-        gap=gap,
-    )
+    parts = {
+        "compute": busy[slowest] - waited,
+        "bubble": max(timeline.makespan_seconds, shared) - busy[slowest],
+        "communication": waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
+        "stall": max((each.stall_seconds for each in plan.forecasts), default=0.0),
+        "optimizer": max(_num_updated(each, job.optimizer) for each in plan.memory) / machine.updates_per_second,
+    }
+    return Prediction(config, job, plan, choices, parts, gap)
 
 
 def _exposed_seconds(
@@ -302,7 +283,6 @@ def _exposed_seconds(
 
 
 def _num_updated(memory: RankMemory, optimizer: str) -> float:
-    """Return how many parameters a rank updates."""
     states = OPTIMIZERS[optimizer]
     if memory.masters_bytes:
         return memory.masters_bytes / 4
@@ -351,7 +331,6 @@ def choose_layers(
     Args:
         plan: has cut the model, with the layers as in `present`.
         room: bytes of a rank, on its device and on the host.
-        on_host: ranks compute on the host.
 
     Returns:
         The choices, and by which share others could be faster; or why nothing fits.
@@ -396,11 +375,7 @@ def _chain_layer(layer: Layer, speed: Speed) -> ChainLayer:
 
 
 def _allowed_choices(config: ModelParallelConfig, *, on_host: bool) -> frozenset[Choice]:
-    """Return what the runtime chooses among for layers of strategy "auto".
-
-    Args:
-        on_host: ranks compute on the host, where `offload_activations: auto` offloads nothing.
-    """
+    """Return what the runtime chooses among for layers of strategy "auto"; on a CPU "auto" offloads nothing."""
     if config.offload_activations is True:
         return frozenset({Choice.KEEP, Choice.OFFLOAD})
     both = frozenset({Choice.KEEP, Choice.RECOMPUTE})
@@ -457,5 +432,4 @@ def _scaled(unit: UnitFacts, factor: float) -> UnitFacts:
 
 
 def _resized(cost: UnitCost, factor: float) -> UnitCost:
-    """Return the cost with activations of another size."""
     return replace(cost, **{name: round(factor * getattr(cost, name)) for name in BYTES_PER_MICROBATCH})

@@ -47,16 +47,16 @@ class SearchResult:
     best: tuple[Prediction, ...]
     """The fastest first."""
     present: Prediction | RuledOut | None
-    """What the job says as it is; None: it was not asked for, or does not fit the number of ranks."""
+    """The job's own configuration; None: it does not fit the ranks, or no model was described for it."""
     num_candidates: int
     """Combinations that were looked at, each once."""
     num_predicted: int
     unseen_gap: float
     """By which share of the best step one that was not predicted could be faster; 0: none can."""
     ruled_out: Mapping[str, int]
-    """Why others are none, with how many of them."""
+    """How many were ruled out, by reason."""
     nearest: tuple[ModelParallelConfig, RuledOut] | None
-    """Of those that do not fit, the one that lacks least, where nothing fits."""
+    """Where nothing fits, the configuration that lacks least memory."""
     seconds: float
 
 
@@ -66,7 +66,7 @@ def search(
     """Return the best configurations.
 
     Args:
-        job: what is trained, and where; candidates have the tensor-parallel degrees of `job.models`.
+        job: candidates have the tensor-parallel degrees of its models.
         given: parameters of the job, which hold unless they are searched.
         budget_seconds: for predictions; what has begun is finished.
     """
@@ -171,7 +171,7 @@ class _Seen:
         return sorted(predictions, key=order)
 
     def reasons(self) -> dict[str, int]:
-        """Return why configurations are none, the most frequent reason first."""
+        """Return how many configurations were ruled out by each reason, the most frequent one first."""
         sentences = {
             "memory": "do not fit the device, however much is recomputed or offloaded",
             "states": "weights, gradients and states alone do not fit",
@@ -246,7 +246,6 @@ def _candidates(seen: _Seen) -> Iterator[ModelParallelConfig]:
 
 
 def _shared(job: Job, replicas: int, degree: int) -> Iterator[dict[str, Any]]:
-    """Yield how replicas share states."""
     yield {"shard_optimizer_state": False, "sharded_data_parallel_degree": 1}
     if replicas * degree == 1:
         return

@@ -37,7 +37,6 @@ def test_measurements_are_fitted() -> None:
     machine = from_calibration(Calibration.model_validate(facts()))
     assert (machine.half_flops, machine.single_flops) == (40e12, 10e12)
     assert machine.local.bytes_per_second == pytest.approx(10e9)
-    assert machine.local.seconds(1 << 24) == pytest.approx(2e-6 + (1 << 24) / 10e9, rel=0.2)
     # Both directions at once reach 30 GB/s where 20 and 22 are reached alone.
     rates = machine.link.out_bytes_per_second, machine.link.back_bytes_per_second
     assert rates == pytest.approx((20e9 * 30 / 42, 22e9 * 30 / 42))

@@ -58,20 +58,20 @@ def a_prediction(where: Job, **parameters: Any) -> Prediction:
 
 def test_parts_sum_up_and_compute_is_what_the_model_takes() -> None:
     found = a_prediction(job(), microbatches=8)
-    assert found.step_seconds == sum(seconds for _, seconds in found.parts)
+    assert found.step_seconds == sum(found.parts.values())
     # 13 units of 1e12 operations, three times for forward and backward, 8 samples a rank, 10 TFLOP/s.
-    assert found.compute_seconds == pytest.approx(3 * 13e12 * 8 / 10e12)
-    assert (found.bubble_seconds, found.stall_seconds) == (0, 0)
+    assert found.parts["compute"] == pytest.approx(3 * 13e12 * 8 / 10e12)
+    assert (found.parts["bubble"], found.parts["stall"]) == (0, 0)
     assert found.tokens_per_second == pytest.approx(32 * 128 / found.step_seconds)
     assert set(found.choices.values()) == {Choice.KEEP}
 
 
 def test_the_bubble_of_a_pipeline_is_that_of_its_timeline() -> None:
     found = a_prediction(job(), pipeline_parallel_degree=4, microbatches=8)
-    whole = found.compute_seconds + found.bubble_seconds
+    whole = found.parts["compute"] + found.parts["bubble"]
     assert whole == pytest.approx(found.plan.timeline.makespan_seconds)
     more = a_prediction(job(), pipeline_parallel_degree=4, microbatches=32)
-    assert more.bubble_seconds < found.bubble_seconds
+    assert more.parts["bubble"] < found.parts["bubble"]
 
 
 def test_tensor_parallelism_costs_collectives() -> None:
@@ -80,7 +80,7 @@ def test_tensor_parallelism_costs_collectives() -> None:
     # Twice in each pass of 12 layers, once in the embedding and the head; 16 samples a group, 2 a microbatch.
     double = MACHINE.collective_seconds("all_reduce", 8 * MIB, 2, 1)
     assert whole < double
-    assert found.communication_seconds > 8 * 2 * (24 + 2) * double * 0.99
+    assert found.parts["communication"] > 8 * 2 * (24 + 2) * double * 0.99
 
 
 def test_less_memory_recomputes_more_layers_and_says_how_many() -> None:
@@ -130,8 +130,8 @@ def test_ranks_that_share_cores_wait_for_each_other() -> None:
     shared = a_prediction(two, pipeline_parallel_degree=4, microbatches=32)
     alone = a_prediction(job(), pipeline_parallel_degree=4, microbatches=32)
     work = 3 * 13e12 * 32 / 10e12
-    assert shared.compute_seconds + shared.bubble_seconds == pytest.approx(work / 2, rel=0.01)
-    assert alone.compute_seconds + alone.bubble_seconds < work / 2
+    assert shared.parts["compute"] + shared.parts["bubble"] == pytest.approx(work / 2, rel=0.01)
+    assert alone.parts["compute"] + alone.parts["bubble"] < work / 2
 
 
 def with_operators(count: int, moved_bytes: int = 0) -> ModelFacts:
