@@ -33,12 +33,7 @@ _KEY: Final = mix(0, 0)
 
 
 class ParallelDropout(nn.Module):
-    """Dropout on what a rank holds between distributed modules: equal values are dropped alike on all ranks.
-
-    Args:
-        p: the probability of an element to be dropped.
-        boundary: what the values are.
-    """
+    """Dropout on what a rank holds between distributed modules: equal values are dropped alike on all ranks."""
 
     def __init__(self, p: float, boundary: Layout) -> None:
         super().__init__()
@@ -78,9 +73,7 @@ def tp_rng(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
 def seed_with_common_number(number: int, device: torch.device) -> Iterator[None]:
     """Seed the generators so that modules in this block find common numbers; restore the generators afterwards.
 
-    Args:
-        number: the same on all ranks of a tensor-parallel group, and another one for each block.
-        device: where the modules run.
+    `number` is the same on all ranks of a tensor-parallel group, and another one for each block.
     """
     with devices.fork_rng(device):
         _seed(Seeds.for_this_rank().closed(number), device)

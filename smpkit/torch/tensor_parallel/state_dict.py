@@ -145,8 +145,7 @@ def _modules_to_translate(
 ) -> Iterator[tuple[str, nn.Module, dict[str, Any], Translation]]:
     """Yield replaced modules whose part of `values` has the names to translate, and take that part out of `values`.
 
-    Yields:
-        The prefix of the module's names, the module, its part of `values` and the translation.
+    Each comes as (prefix of its names, module, its part of `values`, translation).
     """
     for name, module, rule in replaced_modules(root):
         prefix = f"{name}." if name else ""
