@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional
 
 from smpkit.torch.core import devices
-from smpkit.torch.core.arguments import check_probability
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.distributed.deadline import waiting
@@ -37,7 +36,6 @@ class ParallelDropout(nn.Module):
 
     def __init__(self, p: float, boundary: Layout) -> None:
         super().__init__()
-        check_probability("distributed modules", "the dropout", p)
         self.p = p
         self.boundary = boundary
 
