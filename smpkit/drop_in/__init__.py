@@ -66,10 +66,7 @@ def with_startup(environ: Mapping[str, str]) -> dict[str, str]:
 def installed_one(search: Sequence[str] | None = None) -> Path | None:
     """Return where a model-parallel library of that name is installed that is not this one; None if nowhere.
 
-    Looks without importing anything of it.
-
-    Args:
-        search: folders; those of this interpreter by default.
+    Looks without importing anything of it, in folders that are those of this interpreter by default.
     """
     spec = importlib.machinery.PathFinder.find_spec("smdistributed", list(sys.path if search is None else search))
     for folder in map(Path, (spec and spec.submodule_search_locations) or ()):

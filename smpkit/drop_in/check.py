@@ -46,11 +46,7 @@ class Finding:
 
 
 def check(paths: Sequence[Path]) -> list[Finding]:
-    """Read scripts, and all below folders; return what fails, each name once for each file.
-
-    Raises:
-        UsageError: a path that is not there, holds no Python, or cannot be read.
-    """
+    """Read scripts, and all below folders; return what fails, each name once for each file."""
     files: dict[Path, None] = {}
     for path in paths:
         below = list(sources(path)) if path.is_dir() else [path]

@@ -28,11 +28,7 @@ def is_torch_tpu_available(check_device: bool = True) -> bool:
 
 
 def load_metric(path: str, *args: Any, **options: Any) -> Any:
-    """Return `evaluate.load(path, ...)`, which `datasets.load_metric` has become.
-
-    Raises:
-        UnsupportedError: `evaluate` is not installed.
-    """
+    """Return `evaluate.load(path, ...)`, which `datasets.load_metric` has become."""
     try:
         evaluate = importlib.import_module("evaluate")
     except ModuleNotFoundError:
@@ -44,10 +40,6 @@ def refusing(module: str, instead: str) -> Callable[[str], type]:
     """Return a module's `__getattr__`: any of its names can be imported, and refuses when it is called.
 
     Each name is a class, so that scripts can also use it in `isinstance` and derive from it.
-
-    Args:
-        module: its name, for messages.
-        instead: what to use.
     """
 
     @functools.cache

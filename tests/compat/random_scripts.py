@@ -99,7 +99,7 @@ class Drawn:
         same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
         in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or self._one_backward(job)))
         elsewhere = (self.tied or self.repeated) and job["pipeline_parallel_degree"] > 1
-        rounded = self.model == "gpt2" or self.marked or self.precision == "amp" or self.clip or (sharded and self.half)
+        rounded = self.model == "gpt2" or self.marked or self.clip or (sharded and self.half)
         return same_parts and in_order and not (elsewhere or rounded)
 
     def _one_backward(self, job: Job) -> bool:
@@ -111,7 +111,7 @@ class Drawn:
             return 0.0
         if self.model == "gpt2":  # Hugging Face computes the loss in float32
             return 0.05 if self.half else 1e-4
-        return {"fp64": 1e-8, "fp32": 1e-3, "amp": 0.02}.get(self.precision, 0.05)
+        return {"fp64": 1e-8, "fp32": 1e-3}.get(self.precision, 0.05)
 
     @property
     def counts_batches_once(self) -> bool:
@@ -163,7 +163,6 @@ class Drawn:
             f"DTYPE, HALF, SCALE = {PRECISIONS[self.precision]}, {self.half}, {scale}\n"
             f"REPLICAS, MICROBATCHES = {self.first.replicas}, {self.first['microbatches']}\n"
             f"CLIP, SCHEDULE, MARKED = {0.5 if self.clip else None}, {self.schedule}, {self.marked}\n"
-            f"AMP, DEVICE = {self.precision == 'amp'}, 'cuda' if torch.cuda.is_available() else 'cpu'\n"
         )
 
     def _model(self) -> str:
@@ -172,9 +171,9 @@ class Drawn:
         norm = {"layer": "nn.LayerNorm(WIDTH)", "batch": "nn.BatchNorm1d(WIDTH)", "none": "nn.Identity()"}[self.norm]
         tie = "self.head.weight = self.embedding.weight" if self.tied else "pass"
         again = "x = self.blocks[0](x)" if self.repeated else "pass"
-        inside = {
-            "torch": "torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)",
-        }.get(self.recompute, "self.inside(x)")
+        inside = "self.inside(x)"
+        if self.recompute == "torch":
+            inside = "torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)"
         text = _BLOCKS.replace("NORM", norm).replace("TIE", tie).replace("AGAIN", again).replace("INSIDE", inside)
         return text + _DATA
 
@@ -210,9 +209,9 @@ class Drawn:
         else:
             delayed = "smp.state.cfg.delayed_parameter_initialization"
             created = f"smp.tensor_parallelism(MARKED), smp.delay_param_initialization({delayed})"
-        recompute = {
-            "smp": "for layer in layers_of(model.get_module()):\n        smp.set_activation_checkpointing(layer)",
-        }.get(self.recompute, "pass")
+        recompute = "pass"
+        if self.recompute == "smp":
+            recompute = "for layer in layers_of(model.get_module()):\n        smp.set_activation_checkpointing(layer)"
         text = _MAIN.replace("PASSED", passed).replace("DUMMY", dummy).replace("CREATED", created)
         text = text.replace("RECOMPUTE", recompute).replace("FIRST", "True" if self.optimizer_first else "False")
         return text.replace("SAVE_IT", _SAVES[self.checkpoint]).replace("LOAD_IT", _LOADS[self.checkpoint])
@@ -317,10 +316,9 @@ def batch_of(number):
 _STEPS: Final = """
 
 @smp.step
-def train_step(model, scaler, TAKEN):
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=AMP):
-        loss = loss_of(model, BATCH)
-    model.backward((scaler.scale(loss) if AMP else loss) / ACCUMULATION)
+def train_step(model, TAKEN):
+    loss = loss_of(model, BATCH)
+    model.backward(loss / ACCUMULATION)
     return loss
 
 
@@ -372,7 +370,6 @@ def main():
     inner = make_optimizer(module.parameters()) if FIRST else None
     model = smp.DistributedModel(module, backward_passes_per_step=ACCUMULATION)
     optimizer = smp.DistributedOptimizer(inner or make_optimizer(model.parameters()), static_loss_scale=SCALE)
-    scaler = smp.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled=AMP)
     schedule = make_schedule(optimizer.optimizer if smp.state.cfg.fp16 else optimizer)
     RECOMPUTE
     step = 0
@@ -388,10 +385,9 @@ def main():
         losses.append([])
         for turn in range(ACCUMULATION):
             share = share_of(step * ACCUMULATION + turn)
-            losses[-1] += everywhere(train_step(model, scaler, PASSED))
+            losses[-1] += everywhere(train_step(model, PASSED))
         clip(model, optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        optimizer.step()
         schedule.step()
         step += 1
         if step == SAVED and not args.resume:
@@ -471,8 +467,7 @@ for step in range(STEPS):
         for turn in range(ACCUMULATION):
             batch = {n: each.chunk(REPLICAS)[replica] for n, each in batch_of(step * ACCUMULATION + turn).items()}
             for part in range(MICROBATCHES):
-                with torch.autocast(DEVICE, torch.bfloat16, enabled=AMP):
-                    loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
+                loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
                 ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
                 found[turn].append(loss.item())
         for parameter, parts in zip(parameters, gradients):
@@ -524,7 +519,7 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
     if precision in ("fp16", "bf16"):
         shared[precision] = True
     manual = some(0.3)
-    clip = precision != "amp" and some(0.3)
+    clip = some(0.3)
     first = _job(chance, most_ranks, shared, manual=manual, clip=clip, recompute=recompute)
     checkpoint = chance.choice(["local", "whole", "partial", "partial", "full"])
     if checkpoint == "whole" and (first["tensor_parallel_degree"] > 1 or "shard_optimizer_state" in first.parameters):

@@ -112,20 +112,6 @@ def test_what_scripts_use_of_cuda_works_on_the_cpu(number: int) -> None:
     run_ranks(run_check, 1, number)
 
 
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("named", "meant"),
-    [
-        *[("cuda", "cpu"), ("cuda:3", "cpu"), (torch.device("cuda", 1), CPU), (0, CPU)],
-        *[("cpu", "cpu"), ("meta", "meta"), (True, True), (torch.float16, torch.float16)],
-    ],
-)
-def test_a_device_is_understood_in_every_form(named: Any, meant: Any) -> None:
-    assert cuda_on_cpu._to_cpu(named) == meant
-
-
 def test_the_page_names_all_of_it() -> None:
     named = set(re.findall(r"`([\w.]+)`", PAGE.read_text(encoding="utf-8")))
     assert set(cuda_on_cpu.PRETENDED) <= named

@@ -15,7 +15,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
-from smpkit.torch.compat.debugging import dump_model, verify
+from smpkit.torch.compat.utils import dump_model, verify
 from tests.compat.signatures import SIGNATURES
 from tests.ranks import run_ranks
 
@@ -27,24 +27,6 @@ MODEL = ["forward", "partitioned", "module", "parameters", "named_parameters", "
 OPTIMIZER = ["param_groups", "state", "optimizer", "redefined_params", "_global_grad_norm"]
 OPTIMIZER_IN_FP16 = ["overflow", "loss_scale", "loss_scaler", "fp16_groups", "fp32_from_fp16_groups"]
 STATE = ["cfg", "model", "optimizer", "module_manager", "param_index_to_name_tp_group", "param_name_to_index_tp_group"]
-
-
-def missing() -> list[str]:
-    sys.path.append(str(DROP_IN_PATH))
-    import smdistributed.modelparallel.torch as v1
-    from smdistributed.modelparallel.test.torch.utils import dump_model, verify
-
-    assert callable(dump_model)
-    assert callable(verify)
-    v1.init({"fp16": True})
-    model = v1.DistributedModel(nn.Linear(2, 2))
-    optimizer = v1.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    wanted = [(v1, PACKAGE), (model, MODEL), (optimizer, [*OPTIMIZER, *OPTIMIZER_IN_FP16]), (v1.state, STATE)]
-    return [name for owner, names in wanted for name in names if not hasattr(owner, name)]
-
-
-def test_every_name_of_the_specification_is_there() -> None:
-    assert run_ranks(missing, 1) == [[]]
 
 
 def documented() -> Iterator[tuple[str, inspect.Signature]]:
@@ -80,18 +62,27 @@ def contradictions(name: str, wanted: inspect.Signature, found: inspect.Signatur
             yield f"{name}: needs `{each.name}`"
 
 
-def refused_calls() -> list[str]:
+def missing_and_refused() -> list[str]:
+    """Return the names that are not there, and the calls that are not taken."""
     sys.path.append(str(DROP_IN_PATH))
     import smdistributed.modelparallel.torch as v1
+    from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
+    assert callable(dump_model)
+    assert callable(verify)
     v1.init({"fp16": True})
     model = v1.DistributedModel(nn.Linear(2, 2))
     optimizer = v1.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    made = {"DistributedModel": model, "DistributedOptimizer": optimizer, "StepOutput": v1.StepOutput([torch.ones(1)])}
-    found: list[str] = []
+    names = [(v1, PACKAGE), (model, MODEL), (optimizer, [*OPTIMIZER, *OPTIMIZER_IN_FP16]), (v1.state, STATE)]
+    found = [name for owner, of_owner in names for name in of_owner if not hasattr(owner, name)]
+    instances = {
+        "DistributedModel": model,
+        "DistributedOptimizer": optimizer,
+        "StepOutput": v1.StepOutput([torch.ones(1)]),
+    }
     for name, wanted in documented():
         first, _, rest = name.partition(".")
-        owner = made[first] if rest and first in made else getattr(v1, first)
+        owner = instances[first] if rest and first in instances else getattr(v1, first)
         try:
             called = functools.reduce(getattr, rest.split(".") if rest else [], owner)
         except AttributeError as error:
@@ -101,9 +92,9 @@ def refused_calls() -> list[str]:
     return found
 
 
-def test_every_call_of_the_specification_is_taken() -> None:
+def test_every_name_of_the_specification_is_there_and_every_call_is_taken() -> None:
     assert len(list(documented())) > 120
-    assert run_ranks(refused_calls, 1) == [[]]
+    assert run_ranks(missing_and_refused, 1) == [[]]
 
 
 class Model(nn.Module):

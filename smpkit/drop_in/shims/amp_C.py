@@ -17,14 +17,7 @@ announce("amp_C")
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, overflow: torch.Tensor, tensors: Sequence[Tensors], scale: float) -> None:
-    """Write `scale` times each of the first list to the second; set `overflow` if an input is not finite.
-
-    Args:
-        chunk_size: of no importance here.
-        overflow: one integer, set to 1 or left.
-        tensors: two lists of tensors of equal shapes, of any floating types.
-        scale: the factor.
-    """
+    """Write `scale` times each of the first list to the second; set `overflow` to 1 if an input is not finite."""
     inputs, outputs = tensors
     for output, scaled in zip(outputs, torch._foreach_mul(_wide(inputs), float(scale)), strict=True):
         output.copy_(scaled)
@@ -36,11 +29,7 @@ def multi_tensor_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the L2 norm of all elements, [1], and with `per_tensor` that of each tensor, [number], in float32.
 
-    Args:
-        chunk_size: of no importance here.
-        overflow: one integer; set to 1 if the norm is not finite.
-        tensors: one list.
-        per_tensor: whether to return each tensor's norm, too; else the second result is empty.
+    `overflow` is set to 1 if the norm is not finite. Without `per_tensor` the second result is empty.
     """
     (inputs,) = tensors
     if not inputs:

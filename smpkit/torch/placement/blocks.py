@@ -14,24 +14,24 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
     The outermost are taken, without those that share a parameter with the rest of the model.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
         most = max(Counter(type(child) for child in children).values(), default=0)
         if isinstance(module, nn.ModuleList | nn.Sequential) and most > 1:
-            found.extend(called for child in children for called in _called(child))
+            blocks.extend(called for child in children for called in _called(child))
             return
         for child in children:
             visit(child)
 
     visit(root)
     # A parameter that two blocks share, or a block and the rest of the model, cannot be gathered with one of them.
-    num_blocks = Counter(id(parameter) for block in found for parameter in block.parameters())
+    num_blocks = Counter(id(parameter) for block in blocks for parameter in block.parameters())
     num_uses = _uses_of_parameters(root)
     return [
         block
-        for block in found
+        for block in blocks
         if all(num_blocks[key] == 1 and num_uses[key] == count for key, count in _uses_of_parameters(block).items())
     ]
 

@@ -110,9 +110,6 @@ def initialize(
 
     Args:
         prefix: the name of `root` in the model: modules of other names draw other numbers.
-
-    Raises:
-        UsageError: there is no initialiser for one of them.
     """
     pending = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
     for name, module in root.named_modules(prefix=prefix):

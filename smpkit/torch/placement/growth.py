@@ -29,11 +29,7 @@ def twice_the_samples(inputs: Any, samples: int) -> Any:
 
 
 def with_growth_of_units(facts: ModelFacts, doubled: Sequence[UnitCost]) -> ModelFacts:
-    """Return the facts of a model with what of its units does not grow.
-
-    Args:
-        doubled: what the units cost with twice the samples.
-    """
+    """Return the facts of a model with what of its units does not grow; `doubled` costs are of twice the samples."""
     by_name = {cost.name: cost for cost in doubled}
     units = []
     for unit in facts.units:
@@ -49,7 +45,6 @@ def with_growth_of_values(recorded: RecordedGraph, doubled: RecordedGraph | None
     Args:
         doubled: of a microbatch with twice the samples; None, or one that sends other values: those with a row for each
             sample grow, which a mask of all samples does not have.
-        samples: of the recorded microbatch.
     """
     if doubled is not None and _ways(doubled) == _ways(recorded):
         pairs = zip(recorded.values, doubled.values, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -65,14 +66,7 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 
 def inherit_partition(name: str, module: nn.Module, replacement: nn.Module) -> None:
-    """Put a module that replaces another on the partition that the user chose for that one.
-
-    Args:
-        name: of the module, for the error.
-
-    Raises:
-        UsageError: the module's parts were placed apart.
-    """
+    """Put a module that replaces another, of this name, on the partition that the user chose for that one."""
     partitions = {_partition_of[each] for each in module.modules() if each in _partition_of}
     if not partitions or not _is_manual():
         return
@@ -101,9 +95,9 @@ class ManualPlacement:
 
     def for_units(self, units: Collection[str]) -> dict[str, int]:
         """Return the partitions of units and of the modules around them; parts of a unit are where it is."""
-        around: set[str] = set()
-        for name in units:
-            around.update(name[:end] for end in _prefix_ends(name))
+        around = {""}  # the model's own name
+        for unit in units:
+            around.update(itertools.accumulate(unit.split("."), "{}.{}".format))
         return {name: index for name, index in self.partitions.items() if name in around}
 
 
@@ -116,11 +110,6 @@ def manual_placement(root: nn.Module) -> ManualPlacement:
         if any(other != index for inner, other in names.items() if inner.startswith(f"{name}." if name else ""))
     }
     return ManualPlacement({name: index for name, index in names.items() if name not in split}, frozenset(split))
-
-
-def _prefix_ends(name: str) -> list[int]:
-    """Return where the names of a module and of all around it end; the model's own is empty."""
-    return [0, *(index for index, character in enumerate(name) if character == "."), len(name)]
 
 
 def _is_manual() -> bool:

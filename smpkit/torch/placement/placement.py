@@ -155,12 +155,12 @@ class Placement:
         everywhere = frozenset(range(state.pp_size))
         on_units = {} if pp_rank_of_unit is None else pp_ranks_by_parameter(root, pp_rank_of_unit)
         ranks_on = functools.cache(_ranks_on)
-        found = [_place(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
+        records = [_place(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
         shards_states = state.cfg.ddp and state.cfg.shard_optimizer_state
         is_final = pp_rank_of_unit is not None or state.pp_size == 1
-        owners = _assign_owners([each for each in found if each.is_here]) if shards_states and is_final else {}
+        owners = _assign_owners([each for each in records if each.is_here]) if shards_states and is_final else {}
         # The records hold the parameters, so no other object gets one of these ids.
-        self._by_id = {id(each.parameter): replace(each, owner=owners.get(each.name)) for each in found}
+        self._by_id = {id(each.parameter): replace(each, owner=owners.get(each.name)) for each in records}
         # Nobody knows of a tensor that the script has added meanwhile.
         self._pp_ranks_of_others = everywhere if pp_rank_of_unit is None else frozenset({state.pp_rank})
 
@@ -174,8 +174,8 @@ class Placement:
 
     def of(self, value: Any) -> ParameterPlacement:
         """Return the record of a parameter; of anything else one that says so much as can be known of it."""
-        found = self._by_id.get(id(value))
-        return _place("", value, self._pp_ranks_of_others) if found is None else found
+        record = self._by_id.get(id(value))
+        return _place("", value, self._pp_ranks_of_others) if record is None else record
 
     def pp_rank_of(self, module: str) -> int | None:
         """Return the pipeline rank that holds a module, by name; None if it lies above the units, or there are none."""
@@ -211,8 +211,8 @@ def placement_of(tensor: torch.Tensor) -> ParameterPlacement:
     model = state.model
     if model is None:
         return _place("", tensor, frozenset({state.pp_rank}))
-    found: ParameterPlacement = model.placement.of(tensor)
-    return found
+    record: ParameterPlacement = model.placement.of(tensor)
+    return record
 
 
 _RanksOn = Callable[[frozenset[int], bool, int], tuple[int, ...]]
@@ -221,13 +221,13 @@ _RanksOn = Callable[[frozenset[int], bool, int], tuple[int, ...]]
 def _ranks_on(pp_ranks: frozenset[int], any_tp: bool, replica_step: int) -> tuple[int, ...]:
     """Return the global ranks on `pp_ranks`, of this tp_rank or any, in every `replica_step`-th replica from this."""
     mine = state.mesh.coordinates(state.rank)
-    found = []
+    ranks = []
     for rank in range(state.size):
         other = state.mesh.coordinates(rank)
         is_in_replica = (other.rdp - mine.rdp) % replica_step == 0
         if other.pp in pp_ranks and (any_tp or other.tp == mine.tp) and is_in_replica:
-            found.append(rank)
-    return tuple(found)
+            ranks.append(rank)
+    return tuple(ranks)
 
 
 def _place(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn = _ranks_on) -> ParameterPlacement:

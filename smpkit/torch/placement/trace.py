@@ -4,7 +4,7 @@
 
     run_fake ──► TrialStep ──► forward of each unit ──► FlopCounterMode, FusedKernels   operations
     (fake model)                                   ──► _SavedBytes                      what autograd keeps for backward
-                                                   ──► _CheckpointedCalls               what is recomputed there instead
+                                                   ──► _CheckpointedCall                what is recomputed there instead
 
 Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine:
 on a laptop, which has none, and in the job, whose step works on GPUs. A step that reads values cannot run so; then the
@@ -95,46 +95,69 @@ class _Running:
     """A unit whose forward runs."""
 
     part: _Part
-    counts: Mapping[str, int]
-    """Of all that ran before it."""
+    totals: Mapping[str, int]
+    """Of all that ran before it, by field of a `UnitCost`."""
     num_checkpointed: int
     """How many checkpointed calls have ended before it."""
     inputs: Mapping[int, torch.Tensor]
     """Those that need gradients, by storage."""
 
 
-class _Trial:
+@dataclass(frozen=True)
+class _CheckpointedCall:
+    """The costs of one call whose activations are recomputed in backward."""
+
+    unit: str | None
+    """The first unit that ran inside; None if the call was inside of one unit itself."""
+    boundary_bytes: int
+    """The inputs that it keeps, as far as nothing before it keeps them."""
+    recomputed_bytes: int
+    """The most that is alive at a time of what its operators make again in backward, where it ends with the last tensor
+    that is saved."""
+    flops: int
+    spared_bytes: int
+    """What its operations save for a backward that never needs it, each storage once."""
+
+
+class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches a run of a model: what each of its units computes, makes and keeps for backward."""
 
     def __init__(self, root: nn.Module, costs: Mapping[str, UnitCost]) -> None:
-        self._root, self._untried = root, costs
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._untried = costs
         self._measured: dict[str, UnitCost] = {}
+        self._began: list[str] = []
+        """Units whose forwards have begun, in that order."""
         self._running: dict[str, _Running] = {}
         self._counter, self._kernels = FlopCounterMode(display=False), FusedKernels()
+        self._counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0, "weight_products": 0}
+        """Of all operators, by field of a `UnitCost`."""
         self._live = _LiveBytes()
         self._saved = _SavedBytes(root, self._live)
-        self._operators = _Operators(self._saved, self._live, self._running)
-        self._checkpointed = _CheckpointedCalls(self._saved, self._live, self._running, self._flops)
+        self._calls: list[_CheckpointedCall] = []
+        self._inside: list[int] = []
+        """For each open checkpointed call, what the largest recomputation inside it holds."""
+        self._savers: list[Callable[[torch.Tensor], object]] = [self._saved.pack]
+        """What tensors are saved with: that of the innermost open call last."""
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch what runs in this block."""
         with contextlib.ExitStack() as stack:
             for name in self._untried:  # a scripted module takes no hooks
-                module = self._root.get_submodule(name)
+                module = self._saved.root.get_submodule(name)
                 begin, end = functools.partial(self._begin_unit, name), functools.partial(self._end_unit, name)
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(end))
-            for context in (
-                *(_without_torchs_log(), self._operators, self._counter, self._kernels.installed()),
-                *(self._checkpointed.watch(), saved_tensors_hooks(self._saved.pack, _another)),
-            ):
+            for context in (_without_torchs_log(), self, self._counter, self._kernels.installed()):
                 stack.enter_context(context)
+            # Every checkpointed call asks the offload engine for the context of a trial.
+            stack.callback(install, install(_TrialOffloader(self._checkpointed)))
+            stack.enter_context(saved_tensors_hooks(self._saved.pack, _another))
             yield
 
     def costs(self) -> dict[str, UnitCost]:
         """Return the costs of the units that ran, in that order."""
-        for call in self._checkpointed.calls:
+        for call in self._calls:
             if call.unit is not None:  # it spans units: its inputs are kept on the rank of the first one
                 known = self._measured[call.unit]
                 activation_bytes = known.activation_bytes + call.boundary_bytes
@@ -142,22 +165,20 @@ class _Trial:
         return self._measured
 
     def forget(self) -> None:
-        """Let go of all tensors."""
         self._saved.forget()
 
     def _begin_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._checkpointed.units.append(name)
+        self._began.append(name)
         tensors = tensors_in((args, kwargs)) if torch.is_grad_enabled() else []
         inputs = {storage_of(each): each for each in tensors if each.requires_grad}
-        num_checkpointed = len(self._checkpointed.calls)
-        self._running[name] = _Running(self._live.begin(), self._counts(), num_checkpointed, inputs)
+        self._running[name] = _Running(self._live.begin(), self._totals(), len(self._calls), inputs)
 
     def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         run = self._running.pop(name)
         self._live.end(run.part)
-        inside = [call for call in self._checkpointed.calls[run.num_checkpointed :] if call.unit is None]
+        inside = [call for call in self._calls[run.num_checkpointed :] if call.unit is None]
         known = self._measured.get(name, self._untried[name])
-        grown = {key: getattr(known, key) + now - run.counts[key] for key, now in self._counts().items()}
+        grown = {key: getattr(known, key) + total - run.totals[key] for key, total in self._totals().items()}
         grown["working_bytes"] = max(known.working_bytes, run.part.needed)
         grown["unsaved_input_bytes"] = known.unsaved_input_bytes + self._saved.end_unit(run.inputs)
         self._measured[name] = _with_checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
@@ -165,23 +186,94 @@ class _Trial:
     def _flops(self) -> int:
         return self._counter.get_total_flops() + self._kernels.flops
 
-    def _counts(self) -> dict[str, int]:
-        return {"flops": self._flops(), "activation_bytes": self._saved.total, **self._operators.counts}
+    def _totals(self) -> dict[str, int]:
+        return {"flops": self._flops(), "activation_bytes": self._saved.total, **self._counts}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a question about a tensor
+            return output
+        self._counts["operations"] += 1
+        self._live.add(output, func)
+        is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and func.overloadpacket not in flop_registry:
+            self._counts["moved_bytes"] += _bytes_of((args, output))
+        if not is_view and self._running:  # what fake parameters are made with comes before
+            self._note_gradients(tensors_in((args, kwargs)), tensors_in(output))
+        return output
+
+    def _note_gradients(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
+        """Count an operator's outputs, whose gradients are as large, if a weight meets something that is computed.
+
+        Where a backward is split, as `split_backward` does it, the weight waits for these gradients. Biases and norms
+        have theirs in the first half.
+        """
+        weights: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for each in inputs:
+            (weights if self._saved.is_of_parameters(each) else others).append(each)
+        if weights and not others:
+            for each in outputs:
+                self._saved.note_made_of_parameters(each)
+        elif any(each.dim() > 1 for each in weights) and any(each.is_floating_point() for each in others):
+            self._counts["weight_products"] += 1
+            self._counts["postponed_bytes"] += _bytes_of(list(outputs))
+
+    @contextlib.contextmanager
+    def _checkpointed(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Record one checkpointed call, which runs in this block as if it were not checkpointed."""
+        saved_before, flops_before = self._saved.total, self._flops()
+        num_units_before, is_inside_unit = len(self._began), bool(self._running)
+        spared: dict[int, torch.Tensor] = {}
+        part = self._live.begin()
+        with torch.no_grad():
+            for each in inputs:
+                self._savers[-1](each.detach())
+
+        def pack(tensor: torch.Tensor) -> _MakeAnother:
+            self._live.note_saved()
+            if not self._saved.is_of_parameters(tensor):
+                spared[storage_of(tensor)] = tensor
+            return _maker_of_another(tensor)
+
+        self._inside.append(0)
+        self._savers.append(pack)
+        with saved_tensors_hooks(pack, _another):
+            yield
+        self._savers.pop()
+        self._live.end(part)
+        unit = None if is_inside_unit else next(iter(self._began[num_units_before:]), None)
+        saved, flops = self._saved.total - saved_before, self._flops() - flops_before
+        num_bytes = sum(each.untyped_storage().nbytes() for each in spared.values())
+        # A call inside this one is recomputed once more in backward, beside what this one has saved by then.
+        kept = sum(each.untyped_storage().nbytes() for each in spared.values() if self._live.is_of(part, each))
+        inside = self._inside.pop()
+        recomputed = max(part.needed, kept + inside if inside else 0)
+        if self._inside:
+            self._inside[-1] = max(self._inside[-1], recomputed)
+        spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
+        self._calls.append(_CheckpointedCall(unit, saved, recomputed, flops, num_bytes))
+
+
+class _TrialOffloader(Offloader):
+    """The engine of a trial: `context` runs each checkpointed call."""
+
+    def __init__(self, context: Callable[[Sequence[torch.Tensor]], AbstractContextManager[object]]) -> None:
+        self._context = context
+
+    def trial(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        return self._context(inputs)
 
 
 @contextlib.contextmanager
 def _without_torchs_log() -> Iterator[None]:
     """Keep the traceback to ourselves that torch logs where an operation has no shapes to offer: we warn, once."""
     log = logging.getLogger(fake_tensor.__name__)
-
-    def drop(_: logging.LogRecord) -> bool:
-        return False
-
-    log.addFilter(drop)
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        log.removeFilter(drop)
+        log.disabled = before
 
 
 def _with_checkpointed(cost: UnitCost, calls: Sequence[_CheckpointedCall], **changes: Any) -> UnitCost:
@@ -217,7 +309,7 @@ class _SavedBytes:
 
     def __init__(self, root: nn.Module, live: _LiveBytes) -> None:
         self.total = 0
-        self._live, self._root = live, root
+        self._live, self.root = live, root
         # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
         self._seen: dict[int, torch.Tensor] = {storage_of(parameter): parameter for parameter in root.parameters()}
         self._of_weights: dict[int, torch.Tensor] = dict(self._seen)
@@ -235,11 +327,7 @@ class _SavedBytes:
         return _maker_of_another(tensor)
 
     def end_unit(self, inputs: Mapping[int, torch.Tensor]) -> int:
-        """Return the bytes of a unit's inputs that it has not saved, or that were saved before it; the unit ends.
-
-        Args:
-            inputs: by storage.
-        """
+        """Return the bytes of a unit's inputs that it has not saved, or that were saved before it; the unit ends."""
         unsaved = [each for key, each in inputs.items() if key not in self._since_unit and key not in self._of_weights]
         self._since_unit.clear()
         return sum(each.untyped_storage().nbytes() for each in unsaved)
@@ -261,7 +349,7 @@ class _SavedBytes:
         """
         self._seen.clear()
         self._of_weights.clear()
-        self._root = nn.Module()
+        self.root = nn.Module()
 
     def _know_mode_of(self, tensor: torch.Tensor) -> None:
         """Count the fake tensors that a tensor's mode makes of the parameters as seen: operations save those."""
@@ -269,140 +357,9 @@ class _SavedBytes:
         if mode is None or id(mode) in self._modes:
             return
         self._modes.add(id(mode))
-        for parameter in self._root.parameters():  # under `run_fake` these are fake already
+        for parameter in self.root.parameters():  # under `run_fake` these are fake already
             fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
             self._seen[storage_of(fake)] = self._of_weights[storage_of(fake)] = fake
-
-
-# --- checkpointed calls -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _CheckpointedCall:
-    """The costs of one call whose activations are recomputed in backward."""
-
-    unit: str | None
-    """The first unit that ran inside; None if the call was inside of one unit itself."""
-    boundary_bytes: int
-    """The inputs that it keeps, as far as nothing before it keeps them."""
-    recomputed_bytes: int
-    """The most that is alive at a time of what its operators make again in backward, where it ends with the last tensor
-    that is saved."""
-    flops: int
-    spared_bytes: int
-    """What its operations save for a backward that never needs it, each storage once."""
-
-
-class _CheckpointedCalls(Offloader):
-    """Records checkpointed calls. It is installed as the offload engine, which every checkpointed call asks for.
-
-    Args:
-        saved: what autograd keeps so far.
-        live: what is alive of what operators have made.
-        running: the units that run.
-        flops: returns the operations computed so far.
-    """
-
-    def __init__(
-        self, saved: _SavedBytes, live: _LiveBytes, running: Mapping[str, object], flops: Callable[[], int]
-    ) -> None:
-        self.calls: list[_CheckpointedCall] = []
-        self._saved, self._live, self._running, self._flops = saved, live, running, flops
-        self._inside: list[int] = []
-        """For each open call, what the largest recomputation inside it holds."""
-        self._savers: list[Callable[[torch.Tensor], object]] = [saved.pack]
-        """What tensors are saved with: that of the innermost open call last."""
-        self.units: list[str] = []
-        """Those whose forwards have begun."""
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Record checkpointed calls in this block."""
-        previous = install(self)
-        try:
-            yield
-        finally:
-            install(previous)
-
-    def trial(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        """Return the context that records one checkpointed call, which runs inside as if it were not checkpointed."""
-        return self._record(inputs)
-
-    @contextlib.contextmanager
-    def _record(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        saved_before, flops_before = self._saved.total, self._flops()
-        num_units_before, is_inside_unit = len(self.units), bool(self._running)
-        spared: dict[int, torch.Tensor] = {}
-        part = self._live.begin()
-        with torch.no_grad():
-            for each in inputs:
-                self._savers[-1](each.detach())
-
-        def pack(tensor: torch.Tensor) -> _MakeAnother:
-            self._live.note_saved()
-            if not self._saved.is_of_parameters(tensor):
-                spared[storage_of(tensor)] = tensor
-            return _maker_of_another(tensor)
-
-        self._inside.append(0)
-        self._savers.append(pack)
-        with saved_tensors_hooks(pack, _another):
-            yield
-        self._savers.pop()
-        self._live.end(part)
-        unit = None if is_inside_unit else next(iter(self.units[num_units_before:]), None)
-        saved, flops = self._saved.total - saved_before, self._flops() - flops_before
-        num_bytes = sum(each.untyped_storage().nbytes() for each in spared.values())
-        # A call inside this one is recomputed once more in backward, beside what this one has saved by then.
-        kept = sum(each.untyped_storage().nbytes() for each in spared.values() if self._live.is_of(part, each))
-        inside = self._inside.pop()
-        recomputed = max(part.needed, kept + inside if inside else 0)
-        if self._inside:
-            self._inside[-1] = max(self._inside[-1], recomputed)
-        spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
-        self.calls.append(_CheckpointedCall(unit, saved, recomputed, flops, num_bytes))
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, views among them; the bytes that those read and write that are no products; what is alive of
-    what they make; and the gradients for which weights wait where a backward is split, as `split_backward` does it.
-    """
-
-    def __init__(self, saved: _SavedBytes, live: _LiveBytes, running: Mapping[str, object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._live = live
-        self.counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0, "weight_products": 0}
-        """By field of a `UnitCost`."""
-        self._saved, self._running = saved, running
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # a question about a tensor
-            return output
-        self.counts["operations"] += 1
-        self._live.add(output, func)
-        is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-        if not is_view and func.overloadpacket not in flop_registry:
-            self.counts["moved_bytes"] += _bytes_of((args, output))
-        if not is_view and self._running:  # what fake parameters are made with comes before
-            self._note_gradients(tensors_in((args, kwargs)), tensors_in(output))
-        return output
-
-    def _note_gradients(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Count an operator's outputs, whose gradients are as large, if a weight meets something that is computed.
-
-        Biases and norms have their gradients in the first half.
-        """
-        weights: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        for each in inputs:
-            (weights if self._saved.is_of_parameters(each) else others).append(each)
-        if weights and not others:
-            for each in outputs:
-                self._saved.note_made_of_parameters(each)
-        elif any(each.dim() > 1 for each in weights) and any(each.is_floating_point() for each in others):
-            self.counts["weight_products"] += 1
-            self.counts["postponed_bytes"] += _bytes_of(list(outputs))
 
 
 class _Part:
@@ -441,17 +398,14 @@ class _LiveBytes:
         self._open.remove(part)
 
     def note_saved(self) -> None:
-        """Note that autograd saves a tensor."""
         for part in self._open:
             part.note_saved()
 
     def is_of(self, part: _Part, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor was made in a part."""
         known = self._alive.get(storage_of(tensor))
         return known is not None and part in known[1]
 
     def add(self, output: Any, func: Any) -> None:
-        """Count what an operator has made."""
         if not self._open:
             return
         values = output if isinstance(output, tuple | list) else (output,)
@@ -504,13 +458,13 @@ def run_fake(root: nn.Module, step: TrialStep) -> None:
     The step will run there, though the weights may still be elsewhere: each rank moves its own once it knows them.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = _FakeTensors(mode, _device_of(step))
+    fake_of_model = _fakes_on(mode, _device_of(step))
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return fakes(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
+        return fake_of_model(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
 
     args, kwargs = map_tensors(fake, (step.args, step.kwargs))
-    with restoring_model(root, fakes), mode:
+    with restoring_model(root, fake_of_model), mode:
         TrialStep(step.body, args, kwargs)()
 
 
@@ -520,33 +474,24 @@ def _device_of(step: TrialStep) -> torch.device:
     return places[0] if places else devices.current_device()
 
 
-class _FakeTensors:
-    """Makes fakes of a model's tensors on a device; a tensor with several names gets one fake."""
+def _fakes_on(mode: FakeTensorMode, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes the fake of a model's parameter or buffer on a device."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        self._mode = mode
-        self._device = device
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake of a parameter or buffer."""
-        if id(tensor) not in self._known:
-            # With the tensor, so that its id stays its own.
-            self._known[id(tensor)] = tensor, self._make_fake(tensor)
-        return self._known[id(tensor)][1]
-
-    def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._mode, torch.no_grad():
+    @functools.cache  # a tensor with several names gets one fake
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode, torch.no_grad():
             if is_delayed(tensor):  # one element, expanded: results would get its strides of 0
-                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             else:
-                value = self._mode.from_tensor(tensor).detach().to(self._device)
+                value = mode.from_tensor(tensor).detach().to(device)
         if not isinstance(tensor, nn.Parameter):
             return value
         parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
         for name, attribute in vars(tensor).items():
             vars(parameter).setdefault(name, attribute)  # not those that a fake tensor has of its own
         return parameter
+
+    return fake
 
 
 _MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})

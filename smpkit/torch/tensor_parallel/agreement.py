@@ -35,18 +35,14 @@ from smpkit.torch.tensor_parallel.module import global_shape
 
 
 def compare_models(root: nn.Module, names: Sequence[str], fresh: Mapping[str, bool]) -> tuple[int, dict[str, bool]]:
-    """Compare this rank's model with those of the other ranks of its tensor-parallel group.
+    """Raise unless all ranks of the tensor-parallel group have the same model and are about to treat the same modules.
 
     Args:
-        root: the model.
         names: of the modules that tensor parallelism is about to treat.
         fresh: by name, whether those that it replaces get fresh weights, as this rank sees it.
 
     Returns:
-        The seed of the first rank, and which modules get fresh weights there: its weights become those of all.
-
-    Raises:
-        UsageError: parameters or those modules differ, or weights were loaded on another rank than the first.
+        The seed and `fresh` of the first rank, whose weights become those of all.
     """
     group = state.process_group(CommGroup.TP_GROUP)
     parameters = [f"parameter {name} {list(global_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
@@ -108,18 +104,7 @@ class CallConsistencyCheck:
     def check(self, name: str, mode: str, arguments: Any, number: int = 0) -> int:
         """Raise on all ranks of the group unless they call the same with tensors of the same shapes.
 
-        With `prescaled_batch` the first calls compare values too.
-
-        Args:
-            name: of what is called.
-            mode: what else decides what will happen: training or not.
-            number: any of 63 bits.
-
-        Returns:
-            The first rank's `number`.
-
-        Raises:
-            UsageError: says what differs, and between which ranks.
+        With `prescaled_batch` the first calls compare values, too. Returns the first rank's `number`, of 63 bits.
         """
         if state.tp_size == 1:
             return number

@@ -254,9 +254,6 @@ def _compare_shape(kind: str, x: torch.Tensor) -> None:
 
     gloo accepts a message that is shorter than expected. If only one rank has sent its shape before, it does not take
     part; then the collective fails that the others wait in, and each rank's error names the call and its shape.
-
-    Raises:
-        UsageError: the shapes differ.
     """
     key = (kind, x.shape, x.dtype)
     if key in _compared:

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional
 
 from smpkit.torch.core import devices
-from smpkit.torch.core.arguments import check_probability
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.distributed.deadline import waiting
@@ -33,16 +32,10 @@ _KEY: Final = mix(0, 0)
 
 
 class ParallelDropout(nn.Module):
-    """Dropout on what a rank holds between distributed modules: equal values are dropped alike on all ranks.
-
-    Args:
-        p: the probability of an element to be dropped.
-        boundary: what the values are.
-    """
+    """Dropout on what a rank holds between distributed modules: equal values are dropped alike on all ranks."""
 
     def __init__(self, p: float, boundary: Layout) -> None:
         super().__init__()
-        check_probability("distributed modules", "the dropout", p)
         self.p = p
         self.boundary = boundary
 
@@ -78,9 +71,7 @@ def tp_rng(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
 def seed_with_common_number(number: int, device: torch.device) -> Iterator[None]:
     """Seed the generators so that modules in this block find common numbers; restore the generators afterwards.
 
-    Args:
-        number: the same on all ranks of a tensor-parallel group, and another one for each block.
-        device: where the modules run.
+    `number` is the same on all ranks of a tensor-parallel group, and another one for each block.
     """
     with devices.fork_rng(device):
         _seed(Seeds.for_this_rank().closed(number), device)

@@ -98,7 +98,13 @@ class DistributedEmbedding(_Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, initializer_range, boundary)
-        _refuse(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        asked = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+        if any(asked.values()):
+            names = " and ".join(f"`{name}`" for name, is_asked in asked.items() if is_asked)
+            raise UnsupportedError(
+                f"DistributedEmbedding cannot take {names}: no rank sees the whole rows that it would need",
+                hint="leave it out, or keep this embedding out of tensor parallelism",
+            )
         check_divisible("embedding_dim", embedding_dim)
         self.norm_type = norm_type
         self._skip_allgather = _skip_allgather
@@ -159,13 +165,9 @@ class VocabularyParallelEmbedding(_Embedding):
 def look_up_rows(
     indices: torch.Tensor, num_rows: int, boundary: Layout, look_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the embeddings of indices, from a table of which each rank holds some rows.
+    """Return the embeddings of indices, from a table of `num_rows` of which each rank holds some.
 
-    Args:
-        indices: (...), as the boundary says.
-        num_rows: of the whole table.
-        boundary: what comes in and goes out.
-        look_up: returns (..., embedding_dim) for the numbers of this rank's rows.
+    `look_up` returns (..., embedding_dim) for the numbers that rows have on this rank.
     """
     if state.tp_size == 1:
         return look_up(indices)
@@ -182,13 +184,3 @@ def own_row(index: int | None, num_rows: int) -> int | None:
     """Return the number that a row of the whole table has on this rank; None if another rank holds it."""
     first, own_rows = shard_range(num_rows, state.tp_rank, state.tp_size)
     return index - first if index is not None and first <= index < first + own_rows else None
-
-
-def _refuse(*, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
-    asked = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
-    if any(asked.values()):
-        names = " and ".join(f"`{name}`" for name, is_asked in asked.items() if is_asked)
-        raise UnsupportedError(
-            f"DistributedEmbedding cannot take {names}: no rank sees the whole rows that it would need",
-            hint="leave it out, or keep this embedding out of tensor parallelism",
-        )

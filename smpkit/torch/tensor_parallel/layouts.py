@@ -107,11 +107,9 @@ def new_shard_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """Return this rank's piece of a parameter, uninitialised, with its mark.
+    """Return this rank's piece of a parameter of `shape` that is divided along `dim`, uninitialised, with its mark.
 
     Args:
-        shape: of the whole parameter.
-        dim: the dimension that is divided over the ranks.
         boundary: what the module takes and returns.
         parts: sizes along `dim` of pieces that are packed into one, each divided by itself.
     """

@@ -95,12 +95,10 @@ class _Named:
 
     @property
     def division(self) -> _Division | None:
-        """How it is divided, if its style divides."""
         return _DIVISIONS.get(self.style)
 
     @property
     def is_excepted(self) -> bool:
-        """Whether the user excepted it."""
         marking = marking_of(self.target) if isinstance(self.target, nn.Module) else None
         return marking is not None and not marking.enabled
 
@@ -334,7 +332,6 @@ def _mark_whole(module: nn.Module, *, adds_up: bool, except_for: torch.Tensor | 
     """Mark the undivided parameters in a module with how their gradients are reduced.
 
     Args:
-        module: with the parameters.
         adds_up: each rank has a part of the gradient; else all have the whole one, of the samples of all ranks.
         except_for: a parameter that is reduced as any other of data parallelism.
     """
@@ -368,14 +365,11 @@ def _divide_column(layer: nn.Linear, name: str, division: _Division, owner: nn.M
 def _column(
     layer: nn.Linear, shared: _SharedInput | None, rows: tuple[int, int] | None, returns_all: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's output features, or all: the forward of a layer that is divided by them.
+    """Return this rank's output features, or with `returns_all` those of all: the forward of a layer divided by them.
 
     Args:
-        layer: with this rank's pieces.
         shared: how the input enters the region; None: the block around the layer has gathered it.
         rows: first and number of the output features that are computed, of a layer that all ranks hold whole.
-        returns_all: whether the features of all ranks are put together.
-        x: all input features.
     """
     weight: Any = layer.weight
     bias: torch.Tensor | None = layer.bias

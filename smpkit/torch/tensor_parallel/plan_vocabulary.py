@@ -39,13 +39,9 @@ in_forward: Final = _InForward()
 
 
 def divide_vocabulary(root: nn.Module, styles: Mapping[nn.Module, str]) -> set[nn.Module]:
-    """Divide the word embedding and the head of a model, and return which of them.
+    """Divide the word embedding and the head of a model, by the styles in its plan, and return which of them.
 
     A table that both share is divided if both are.
-
-    Args:
-        root: the model.
-        styles: of the modules that its plan names.
     """
     embedding, head = _embedding_of(root), _head_of(root)
     divides_embedding = styles.get(embedding) == "embedding_rowwise" and _is_plain_embedding(embedding)

@@ -219,11 +219,7 @@ def rule_for(module: nn.Module) -> ReplacementRule | None:
 
 
 def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
-    """Return the arguments for the distributed class that the original's arguments become.
-
-    Raises:
-        UsageError: the original was made before its class was registered, or its init hook does not take its arguments.
-    """
+    """Return the arguments for the distributed class that the original's arguments become."""
     if rule.arguments is not None:
         args, kwargs = rule.arguments(module)
     else:
@@ -241,11 +237,7 @@ def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
 
 
 def with_overrides(kind: type[nn.Module], arguments: CallArguments, overrides: Mapping[str, Any]) -> CallArguments:
-    """Return the arguments with those keyword arguments of the user's that `kind` knows by name.
-
-    Raises:
-        UsageError: `kind` cannot be made with these arguments.
-    """
+    """Return the arguments with those keyword arguments of the user's that `kind` knows by name."""
     signature = inspect.signature(kind)
     try:
         bound = signature.bind(*arguments[0], **arguments[1])

@@ -50,15 +50,10 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
     names only: one seed gives one model at every degree. All ranks of a tensor-parallel group call this together.
 
     Args:
-        root: the model.
         at_degree_1: whether one rank has distributed modules, too, so that a model has the same modules and names at
             every degree.
         fresh_weights: whether modules that are replaced draw new weights though a translation is known; None: in
             scripts of SMP v1 without `_match_weights`, where no weights were loaded into them.
-
-    Raises:
-        UsageError: the model differs between tensor-parallel ranks, a marked module cannot be constructed as
-            registered, or it is checkpointed already.
     """
     if state.tp_size == 1 and not at_degree_1:
         return root
@@ -91,11 +86,7 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
 
 
 def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Do what `distribute` does, without weights and other ranks, for `smpkit plan`; return the model and the report.
-
-    Raises:
-        UsageError: a marked module cannot be constructed as registered.
-    """
+    """Do what `distribute` does, without weights and other ranks, for `smpkit plan`; return model and report."""
     search = _Search(root)
     report = [*search.report()]
     report += [f"  not checkpointed in this plan: `{name}`, which is replaced" for name in search.checkpointed()]
@@ -131,11 +122,7 @@ _REPLACED: Final = "_smp_replaced"
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:
-    """Refuse an optimizer of parameters that tensor parallelism has replaced, or with states of whole ones.
-
-    Raises:
-        UsageError: it was constructed before smp.DistributedModel.
-    """
+    """Refuse an optimizer of parameters that tensor parallelism has replaced, or with states of whole ones."""
     hint = "make the optimizer of `model.parameters()` after smp.DistributedModel"
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     names = [getattr(each, _REPLACED) for each in parameters if hasattr(each, _REPLACED)]
@@ -299,9 +286,6 @@ def _fill(replaced: _Replaced, seed: int) -> None:
 
     Weights of its own depend on the seed and its name, and on nothing else. A module without memory yet
     (`smp.delay_param_initialization`) gets these when the model is placed.
-
-    Raises:
-        UsageError: the translation yields a name or a shape that the distributed module does not have.
     """
     module, replacement = replaced.module, replaced.replacement
 
@@ -377,11 +361,7 @@ def _call_as_original(
 
 
 def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
-    """Freeze the parameters that were frozen, if the names tell which those are now.
-
-    Raises:
-        UsageError: a part of the module is frozen, and the distributed one has other names.
-    """
+    """Freeze the parameters that were frozen; refuse it where a part is, and other names do not tell which."""
     before = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     if all(before.values()):
         return

@@ -49,31 +49,25 @@ def replaced_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, Replacem
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def join_state(
-    root: nn.Module, values: Mapping[str, Any], *, prefix: str = "", on_first: bool = False
-) -> dict[str, Any]:
+def join_state(root: nn.Module, values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """Return a part of a state dict of `root` with whole tensors; all ranks of a tensor-parallel group call this.
 
     Joined tensors are on the CPU. Tied ones stay one.
 
     Args:
         prefix: what the names in `values` begin with.
-        on_first: give all tensor-parallel ranks but the first an empty dict.
     """
     divided = _sharded_tensors(root)
-    is_receiver = not on_first or state.tp_rank == 0
     result: dict[str, Any] = {}
-    known: dict[int, torch.Tensor | None] = {}  # by the id of the piece: tied ones are gathered once
+    joined: dict[int, torch.Tensor | None] = {}  # by the id of the piece: tied ones are gathered once
     for name, value in values.items():
         tensor, shard = divided.get(name.removeprefix(prefix), (None, None))
         if tensor is None or shard is None:
-            whole = value
-        else:
-            if id(tensor) not in known:
-                known[id(tensor)] = join_pieces(value, shard, on_first=on_first)
-            whole = known[id(tensor)]
-        if is_receiver:
-            result[name] = whole
+            result[name] = value
+            continue
+        if id(tensor) not in joined:
+            joined[id(tensor)] = join_pieces(value, shard, on_first=False)
+        result[name] = joined[id(tensor)]
     return result
 
 
@@ -145,8 +139,7 @@ def _modules_to_translate(
 ) -> Iterator[tuple[str, nn.Module, dict[str, Any], Translation]]:
     """Yield replaced modules whose part of `values` has the names to translate, and take that part out of `values`.
 
-    Yields:
-        The prefix of the module's names, the module, its part of `values` and the translation.
+    Each comes as (prefix of its names, module, its part of `values`, translation).
     """
     for name, module, rule in replaced_modules(root):
         prefix = f"{name}." if name else ""

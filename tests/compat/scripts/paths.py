@@ -80,6 +80,7 @@ if not torch.cuda.is_available():
         torch.tensor([1.0], device=torch.device("cuda", 0)),
         torch.ones(2).to("cuda:0"),
         torch.ones(2).to(0),
+        torch.ones(2).to(torch.device("cuda", 1), torch.float32, True),
         torch.ones(2).to(dtype=torch.float64, device="cuda"),
         torch.ones(2).cuda(0),
         torch.ones(2).pin_memory(),
@@ -87,6 +88,6 @@ if not torch.cuda.is_available():
         torch.nn.Linear(2, 2, device="cuda").to(torch.device("cuda")).weight,
     ]
     assert [tensor.device.type for tensor in made] == ["cpu"] * len(made)
-    assert made[4].dtype is torch.float64
+    assert made[5].dtype is torch.float64
     assert torch.cuda.memory_allocated() == 0
     torch.optim.SGD([torch.nn.Parameter(made[0])])  # loads the compiler, which looks at all functions of torch.cuda

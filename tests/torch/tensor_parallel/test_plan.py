@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UnsupportedError
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.tensor_parallel import plan
 from tests.models_of_others import DIVIDED, DIVISIBLE, PARTLY_DIVIDED, divisible
@@ -76,13 +76,6 @@ def exceptions() -> None:
     layers: Any = model.get_module().model.layers
     assert layers[0].mlp.gate_proj.weight.shape == (24, 16)
     assert layers[1].mlp.gate_proj.weight.shape == (12, 16)
-
-
-def other_shapes() -> None:
-    model = wrapped(fresh())
-    tokens, *_ = samples()
-    with pytest.raises(UsageError, match=r"different shapes: \[2, 6\] on rank 0, \[3, 6\] on rank 1"):
-        model.get_module()(input_ids=tokens[: 2 + smp.tp_rank()])
 
 
 def residuals_inside() -> None:
@@ -186,7 +179,7 @@ def modules_inside_an_embedding() -> None:
 
 
 CASES = (
-    *(lazy_logits, generation, exceptions, other_shapes, residuals_inside, refusals, delayed, indivisible),
+    *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed, indivisible),
     modules_inside_an_embedding,
 )
 

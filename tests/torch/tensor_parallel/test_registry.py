@@ -15,6 +15,7 @@ from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.tensor_parallel import registry
 from smpkit.torch.tensor_parallel.marking import marking_of
 from smpkit.torch.tensor_parallel.registry import (
+    ReplacementRule,
     arguments_of,
     rule_for,
     tp_register,
@@ -42,25 +43,21 @@ def plain_class() -> type[nn.Module]:
     return Plain
 
 
-def test_a_decorated_class_is_replaced_with_the_arguments_its_hook_makes() -> None:
+def rule_of(module: nn.Module) -> ReplacementRule:
+    rule = rule_for(module)
+    assert rule is not None
+    return rule
+
+
+def test_a_class_is_replaced_with_the_arguments_its_hook_makes_or_without_one_with_its_own() -> None:
     def init_hook(width: int, name: str = "x") -> tuple[tuple[int], dict[str, int]]:
         return (width,), {"depth": len(name)}
 
-    kind = tp_register(Split, init_hook)(plain_class())
-    module = kind(4, name="abc")
-    entry = rule_for(module)
-    assert entry is not None
-    assert entry.distributed is Split
-    assert arguments_of(module, entry) == ((4,), {"depth": 3})
-
-
-def test_without_a_hook_the_arguments_are_the_same() -> None:
-    kind = plain_class()
-    tp_register_with_module(kind, Split)
-    module = kind(4)
-    entry = rule_for(module)
-    assert entry is not None
-    assert arguments_of(module, entry) == ((4,), {})
+    cases: list[tuple[Any, Any]] = [(init_hook, ((4,), {"depth": 3})), (None, ((4,), {"name": "abc"}))]
+    for hook, expected in cases:
+        module = tp_register(Split, hook)(plain_class())(4, name="abc")
+        assert rule_of(module).distributed is Split
+        assert arguments_of(module, rule_of(module)) == expected
 
 
 def test_a_module_argument_does_not_become_a_child() -> None:
@@ -83,10 +80,8 @@ def test_an_instance_made_before_its_registration_is_refused() -> None:
     kind = plain_class()
     early = kind(4)
     tp_register_with_module(kind, Split)
-    entry = rule_for(early)
-    assert entry is not None
     with pytest.raises(UsageError, match="nothing is known about how this Plain was made"):
-        arguments_of(early, entry)
+        arguments_of(early, rule_of(early))
 
 
 def test_registering_twice_records_once_and_the_last_counts() -> None:
@@ -95,9 +90,7 @@ def test_registering_twice_records_once_and_the_last_counts() -> None:
     recording = kind.__init__
     tp_register_with_module(kind, Split)
     assert kind.__init__ is recording
-    entry = rule_for(kind(1))
-    assert entry is not None
-    assert entry.distributed is Split
+    assert rule_of(kind(1)).distributed is Split
 
 
 def test_what_is_no_module_class_is_refused() -> None:
@@ -127,12 +120,8 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_arguments_of_torchs_own_are_read_from_the_instance() -> None:
     linear, embedding = nn.Linear(2, 3, bias=False), nn.Embedding(5, 4, padding_idx=1)
-    entry = rule_for(linear)
-    assert entry is not None
-    assert arguments_of(linear, entry) == ((2, 3), {"bias": False})
-    entry = rule_for(embedding)
-    assert entry is not None
-    args, kwargs = arguments_of(embedding, entry)
+    assert arguments_of(linear, rule_of(linear)) == ((2, 3), {"bias": False})
+    args, kwargs = arguments_of(embedding, rule_of(embedding))
     assert args == (5, 4)
     assert kwargs["padding_idx"] == 1
 
@@ -151,6 +140,7 @@ def test_what_is_created_in_the_block_is_marked_and_nothing_else() -> None:
     marking = marking_of(inside[0])
     assert marking is not None
     assert marking.config == {"fused_softmax": False}
+    assert set(inside.state_dict()) == {"0.weight", "0.bias"}, "marks are no part of the state"
 
 
 def test_the_innermost_block_wins() -> None:
@@ -161,18 +151,15 @@ def test_the_innermost_block_wins() -> None:
     assert (enabled(inner), enabled(outer)) == (False, True)
 
 
-def test_it_decorates_functions() -> None:
+def test_it_decorates_functions_and_a_call_that_fails_leaves_nothing_behind() -> None:
     @smp.tensor_parallelism()
-    def build() -> nn.Linear:
-        return nn.Linear(2, 2)
+    def build(width: int) -> nn.Linear:
+        return nn.Linear(1 // width, 2)
 
-    assert enabled(build())
-    assert enabled(build()), "each call is a block of its own"
-
-
-def test_a_failing_block_leaves_nothing_behind() -> None:
-    with pytest.raises(ZeroDivisionError), smp.tensor_parallelism():
-        _ = 1 // 0
+    assert enabled(build(1))
+    assert enabled(build(1)), "each call is a block of its own"
+    with pytest.raises(ZeroDivisionError):
+        build(0)
     assert enabled(nn.Linear(2, 2)) is None
 
 
@@ -190,12 +177,6 @@ def test_a_later_call_for_a_part_overrides_that_for_the_whole() -> None:
     smp.set_tensor_parallelism(model[0], enabled=False)
     smp.set_tensor_parallelism(model[0][1])
     assert [enabled(each) for each in (model, model[0][0], model[0][1], model[1])] == [True, False, True, True]
-
-
-def test_marks_are_no_part_of_the_state() -> None:
-    with smp.tensor_parallelism():
-        linear = nn.Linear(2, 2)
-    assert set(linear.state_dict()) == {"weight", "bias"}
 
 
 # --- model_creation ---------------------------------------------------------------------------------------------------
@@ -225,18 +206,15 @@ def test_both_names_of_the_delay_work(name: str) -> None:
     assert not is_delayed(made.weight)
 
 
-def test_contradicting_names_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"delayed_parameter_initialization": True, "delay_param_initialization": False}, "are one argument"),
+        ({"dtype": torch.int8}, "floating-point torch.dtype, got torch.int8"),
+    ],
+    ids=["contradicting names", "a dtype of integers"],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     smp.init()
-    with (
-        pytest.raises(UsageError, match="are one argument"),
-        smp.model_creation(delayed_parameter_initialization=True, delay_param_initialization=False),
-    ):
-        pass
-
-
-def test_a_dtype_of_integers_is_refused() -> None:
-    with (
-        pytest.raises(UsageError, match=r"floating-point torch.dtype, got torch.int8"),
-        smp.model_creation(dtype=torch.int8),
-    ):
+    with pytest.raises(UsageError, match=message), smp.model_creation(**arguments):
         pass

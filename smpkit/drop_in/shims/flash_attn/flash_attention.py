@@ -16,13 +16,7 @@ announce("flash_attn")
 
 
 class FlashAttention(nn.Module):
-    """Attention of queries, keys and values in one tensor, without masks.
-
-    Args:
-        softmax_scale: what products are multiplied by; one over the root of the head size by default.
-        attention_dropout: the share of probabilities to drop in training.
-        device, dtype: of no importance: there are no weights.
-    """
+    """Attention of queries, keys and values in one tensor, without masks."""
 
     def __init__(
         self, softmax_scale: float | None = None, attention_dropout: float = 0.0, device: Any = None, dtype: Any = None
@@ -33,11 +27,7 @@ class FlashAttention(nn.Module):
     def forward(
         self, qkv: torch.Tensor, key_padding_mask: torch.Tensor | None = None, causal: bool = False, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return the attention, [batch, length, heads, head size], of [batch, length, 3, heads, head size], and None.
-
-        Raises:
-            UnsupportedError: a mask, packed sequences or probabilities are asked for.
-        """
+        """Return attention [batch, length, heads, head size] of [batch, length, 3, heads, head size], and None."""
         for name, value in {"key_padding_mask": key_padding_mask, **others}.items():
             if value is not None and value is not False:
                 raise UnsupportedError(

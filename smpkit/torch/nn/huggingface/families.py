@@ -68,8 +68,7 @@ class Family:
     def to_distributed(self, state_dict: dict[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:  # noqa: ARG002
         """Return the state dict of the distributed model from that of Hugging Face's, which is emptied.
 
-        Args:
-            max_seq_len: of no importance; scripts pass it, because older models kept causal masks of this size.
+        Scripts pass `max_seq_len`, because older models kept causal masks of this size.
         """
         renamed = rename(state_dict, self.names(self.base), to_hf=False, inside=self.inside)
         if self.is_tied and "word_embedding.weight" in renamed:
@@ -77,11 +76,7 @@ class Family:
         return renamed
 
     def to_hugging_face(self, state_dict: dict[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Return the state dict of Hugging Face's model from the distributed one's, which is emptied.
-
-        Args:
-            max_seq_len: of no importance, as in the other direction.
-        """
+        """Return the state dict of Hugging Face's model from the distributed one's, which is emptied."""
         return rename(state_dict, self.names(self.base), to_hf=True, inside=self.inside)
 
     def names(self, base: str) -> Names:
@@ -105,8 +100,6 @@ def _read(config: Any, how: Any) -> Any:
 
 
 def _rule(family: Family, original: str, more: Mapping[str, Any]) -> ReplacementRule:
-    """Return how models of one class are replaced."""
-
     def refusal(module: nn.Module) -> str | None:
         config: Any = module.config
         reason = family.refusal(config)
@@ -131,7 +124,6 @@ def _rule(family: Family, original: str, more: Mapping[str, Any]) -> Replacement
 
 
 def _copy_config(original: nn.Module, distributed: nn.Module) -> None:
-    """Copy what scripts read from a model to the distributed module."""
     for name in ("config", "generation_config"):
         if hasattr(original, name):
             object.__setattr__(distributed, name, getattr(original, name))

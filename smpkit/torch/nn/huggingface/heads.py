@@ -57,7 +57,7 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
             )
         positions = None if position_ids is None else position_ids.reshape(-1, tokens.shape[1])
         mask = None if attention_mask is None else _mask_of(attention_mask, tokens)
-        result = self.run((tokens, mask, token_type_ids, positions, labels), num_items_in_batch)
+        result = super().forward((tokens, mask, token_type_ids, positions, labels), num_items_in_batch)
         output = self._output(result, logits_to_keep)
         is_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         return output if is_dict else output.to_tuple()
@@ -84,11 +84,7 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
         return modeling_outputs.CausalLMOutputWithCrossAttentions(logits=logits)
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to generate.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuse to generate."""
         hint = "load `model.original_state_dict()` into the original class, and generate there"
         raise UnsupportedError(
             "a model that tensor parallelism has replaced keeps no cache to generate with", hint=hint
@@ -139,11 +135,7 @@ class HuggingFaceEncoder(DistributedTransformer):
 
 
 def refuse_others(others: Mapping[str, Any], config: Any) -> None:
-    """Refuse arguments that ask for something, and a configuration that asks for outputs of the layers.
-
-    Raises:
-        UnsupportedError: with the name.
-    """
+    """Refuse arguments that ask for something, and a configuration that asks for outputs of the layers."""
     hint = "leave it out, or load the weights (`original_state_dict`) into the original model"
     for name, value in others.items():
         asked = value if isinstance(value, (list, tuple)) else [value]  # a head mask has a part for each layer

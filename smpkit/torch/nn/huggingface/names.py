@@ -88,8 +88,6 @@ def rename(state: dict[str, Any], names: Names, *, to_hf: bool, inside: str = ""
     Tensors with unknown names keep them.
 
     Args:
-        state: is emptied.
-        names: of the family.
         to_hf: whether it has our names.
         inside: translate what lies in modules of this name, at any depth; empty: everything.
     """

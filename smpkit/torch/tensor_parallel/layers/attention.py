@@ -137,9 +137,6 @@ class DistributedAttentionLayer(DistributedModule):
             attention_mask, position_ids: see `forward`.
             cross_states: (batch, key length, hidden_size), where keys and values come from in cross attention.
             entered: `hidden` is that of all samples already.
-
-        Raises:
-            UsageError: the sequence is longer than `causal_mask_size`.
         """
         query, key, value = self._heads(hidden, cross_states, entered=entered)
         dtype, length, config = query.dtype, query.shape[2], self.config
@@ -199,16 +196,11 @@ class DistributedAttentionLayer(DistributedModule):
 
 
 def unpack_tuple(owner: str, inputs: object, names: Sequence[str], *, rotates: bool = False) -> dict[str, Any]:
-    """Return the parts of the one tuple that a module of v1's takes, by name.
+    """Return the parts of the one tuple that a module of v1's takes, by name; the first is needed.
 
     Args:
         owner: the module, for the error.
-        inputs: the tuple.
-        names: of its parts; the first is needed.
         rotates: whether position ids may come after the mask in a tuple of two.
-
-    Raises:
-        UsageError: it is no such tuple.
     """
     takes_positions = rotates and len(names) == 2
     lengths = (2, 3) if takes_positions else (len(names),)

@@ -174,15 +174,11 @@ OPTIONS: Final = (*(each.name for each in dataclasses.fields(LayerOptions)), *_I
 
 
 def config_of(owner: type, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config that a constructor was called with, or that its arguments make.
+    """Return the config that a constructor of `owner` was called with, or that its arguments make.
 
     Args:
-        owner: the class.
         arguments: of the constructor by name, in their order; a config may stand in the place of the first.
         options: further fields of the config, those of LayerOptions.
-
-    Raises:
-        UsageError: an option is unknown.
     """
     known = {each.name for each in dataclasses.fields(TransformerConfig)}
     values = {name: value for name, value in arguments.items() if name in known}
@@ -216,11 +212,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return an activation by its name: SMP v1's `gelu` and `relu`, and Hugging Face's names of others.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Return an activation by its name: SMP v1's `gelu` and `relu`, and Hugging Face's names of others."""
     if name not in _ACTIVATIONS:
         raise UsageError(f"the activation `{name}` is unknown", hint=f"use one of {', '.join(sorted(_ACTIVATIONS))}")
     return _ACTIVATIONS[name]

@@ -108,24 +108,24 @@ class DistributedTransformerLMHead(DistributedModule):
         self.transformer = DistributedTransformer(config, boundary=self.inner)
         before_only = config.pre_layernorm and not config.post_layernorm
         self.layernorm = optional_layernorm(before_only, config, self.inner)
-        self.lm_head = self._make_head(config) if config.add_lm_head else None
+        self.lm_head = None
+        if config.add_lm_head:
+            self.lm_head = ColumnParallelLinear(
+                config.hidden_size,
+                config.vocab_size,
+                config.lm_head_bias,
+                boundary=self.inner,
+                initializer_range=config.initializer_range,
+            )
+            if config.tie_lm_head:
+                self.lm_head.weight = self.word_embedding.weight
 
     def _small_embedding(self, rows: int, config: TransformerConfig) -> ReplicatedEmbedding | None:
         return ReplicatedEmbedding(rows, config.hidden_size, config.initializer_range, self.inner) if rows else None
 
-    def _make_head(self, config: TransformerConfig) -> ColumnParallelLinear:
-        head = ColumnParallelLinear(
-            config.hidden_size,
-            config.vocab_size,
-            config.lm_head_bias,
-            boundary=self.inner,
-            initializer_range=config.initializer_range,
-        )
-        if config.tie_lm_head:
-            head.weight = self.word_embedding.weight
-        return head
-
-    def forward(self, inputs: Inputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, inputs: Inputs, num_items: torch.Tensor | int | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return logits, or `(loss, logits)` if there are labels, or hidden states without a head.
 
         Args:
@@ -137,16 +137,11 @@ class DistributedTransformerLMHead(DistributedModule):
                 models; masks of four dimensions are added to the scores, or True where positions may be attended to.
                 With a causal mask each label is compared with the logits of the position before, so that `labels` may
                 be `input_ids`; labels of -100 count for nothing.
+            num_items: divide the sum of the losses by this; None for the mean.
 
         Raises:
             UsageError: the tuple has another length, or positions are given that nothing here reads.
         """
-        return self.run(inputs)
-
-    def run(
-        self, inputs: Inputs, num_items: torch.Tensor | int | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Do what `forward` does; the loss is the sum over labels, divided by `num_items` if that is given."""
         parts = self._parts_of(inputs)
         ids, positions, labels = parts["input_ids"], parts["position_ids"], parts["labels"]
         hidden = self._embed(ids, parts["token_type_ids"], positions)
@@ -220,7 +215,6 @@ class DistributedTransformerLMHead(DistributedModule):
 
 
 def _as_additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask to add to the scores."""
     if mask is None:
         return None
     if mask.dim() == 2:  # [batch, length] of 0 and 1 -> [batch, 1, 1, length]

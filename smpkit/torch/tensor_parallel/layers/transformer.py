@@ -235,14 +235,8 @@ class DistributedTransformer(DistributedModule):
 
 
 def unpack_layer_inputs(inputs: LayerInputs, *, cross: bool, rotates: bool) -> dict[str, Any]:
-    """Return the parts of a layer's one argument by name, in their order.
-
-    Raises:
-        UsageError: it is not such a tuple.
-    """
-    names = (
-        ["hidden_states", "cross_states", "attention_mask", "cross_mask"]
-        if cross
-        else ["hidden_states", "attention_mask"]
-    )
+    """Return the parts of a layer's one argument by name, in their order."""
+    names = ["hidden_states", "attention_mask"]
+    if cross:
+        names = ["hidden_states", "cross_states", "attention_mask", "cross_mask"]
     return unpack_tuple("a transformer layer", inputs, names, rotates=rotates)

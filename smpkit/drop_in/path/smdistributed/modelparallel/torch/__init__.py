@@ -33,7 +33,7 @@ _MODULES = {
 
 for _name, _ours in _MODULES.items():
     sys.modules[f"{__name__}.{_name}"] = importlib.import_module(_ours)
-sys.modules["smdistributed.modelparallel.test.torch.utils"] = importlib.import_module("smpkit.torch.compat.debugging")
+sys.modules["smdistributed.modelparallel.test.torch.utils"] = importlib.import_module(_MODULES["utils"])
 for _package in (f"{__name__}.patches", "smdistributed.modelparallel.test", "smdistributed.modelparallel.test.torch"):
     sys.modules[_package] = ModuleType(_package)
 setattr(sys.modules[f"{__name__}.patches"], "checkpoint", recompute_api)  # noqa: B010  a module declares no names
