@@ -1,4 +1,4 @@
-"""Communicators are made at `smp.init`, in one order; those of messages do not depend on how a script made the default group."""
+"""Communicators are made at `smp.init`, in one order; those of messages, however a script made the default group."""
 
 from __future__ import annotations
 
@@ -130,12 +130,11 @@ def test_groups_of_messages_are_made_by_their_own_ranks_where_a_script_has_bound
     assert (seen, kept, found) == ([None, None], "cuda:0", 1.0)
 
 
-def test_variables_that_make_messages_wait_for_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.refuse_one_queue(torch.device("cuda"))
-    for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        with monkeypatch.context() as patch, pytest.raises(UsageError, match=f"{name} is '1'"):
-            patch.setenv(name, "1")
-            backends.refuse_one_queue(torch.device("cuda"))
+@pytest.mark.parametrize("name", ["NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_variables_that_make_messages_wait_for_each_other_are_refused(name: str) -> None:
+    backends.refuse_one_queue(torch.device("cuda"), {})
+    with pytest.raises(UsageError, match=f"{name} is '1'"):
+        backends.refuse_one_queue(torch.device("cuda"), {name: "1"})
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without nccl")
