@@ -48,11 +48,6 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
 
     Weights that have no memory yet (`delay_param_initialization`) get it block by block, so that no rank ever holds
     more than one block whole.
-
-    Raises:
-        UsageError: the ranks' models differ.
-        UnsupportedError: a gradient that is not simply averaged over the replicas, or ranks that only gloo connects
-            although they compute on another device.
     """
     check_same_model(module, placement)
     placement.make_groups()
