@@ -107,14 +107,8 @@ def pinned_bytes(device: torch.device, num_bytes: int) -> Tensor:
 
     It is registered in one piece, because a copy must not cross from one registration to the next. The driver looks up
     every page, so pages are large where the system has large ones, and touched before. A device whose driver registers
-    nothing gets memory that torch has pinned, rounded up to a power of two. Progress is logged at INFO.
-
-    Args:
-        device: without streams, memory for it need not be pinned.
-        num_bytes: 0 or more.
-
-    Raises:
-        OSError: the driver does not take the memory.
+    nothing gets memory that torch has pinned, rounded up to a power of two, and one without streams needs nothing
+    pinned. Progress is logged at INFO. Raises OSError if the driver does not take the memory.
     """
     if num_bytes == 0 or not devices.has_streams(device):
         return zeros(num_bytes, torch.uint8)

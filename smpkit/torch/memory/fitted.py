@@ -317,11 +317,7 @@ def _with_graph(output: Any) -> list[Tensor]:
 
 
 def _layers(model: nn.Module, chosen: Sequence[nn.Module] | None) -> dict[str, nn.Module]:
-    """Return the layers to choose for, by path.
-
-    Raises:
-        UsageError: there are none, or something else takes care of them.
-    """
+    """Return the layers to choose for, by path; it is an error if something else takes care of them."""
     kind = type(model).__name__
     wrapped: object = state.model
     if wrapped is not None and any(module is wrapped for module in model.modules()):

@@ -54,7 +54,6 @@ class _Storages(dict[int, tuple[StorageWeakRef, int]]):
                 self[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
 
     def num_bytes_beside(self, others: Collection[int] = ()) -> int:
-        """Return the size of those that are not among others."""
         return sum(num_bytes for storage, (_, num_bytes) in self.items() if storage not in others)
 
 
@@ -73,12 +72,8 @@ def input_bytes(args: Any, kwargs: Any) -> int:
 class Probe:
     """Measures one step, which begins with it.
 
-    What several layers save or are given, such as a mask, counts for the first of them: it is there once.
-
-    Args:
-        link: whose clock is used.
-        stays: tensors that are there in any case: weights and buffers.
-        engine: whose stalls are no part of the work.
+    What several layers save or are given, such as a mask, counts for the first of them: it is there once. What `stays`
+    is there in any case: weights and buffers. The engine's stalls are no part of the work.
     """
 
     def __init__(self, link: Link, stays: Iterable[Tensor], engine: ActivationEngine | None = None) -> None:
@@ -210,9 +205,6 @@ def device_limit(name: str, device: torch.device, limit_gib: float | None, num_s
         name: of the setting.
         limit_gib: its value; None: the device, less what tensors cannot have.
         num_sharers: how many processes share a CPU, of which each may fill its part; None: `limit_gib` must tell.
-
-    Raises:
-        UsageError: the device has less, or nobody tells how much it has.
     """
     total = devices.total_bytes(device)
     if limit_gib is not None:

@@ -59,7 +59,6 @@ class Engine:
     Args:
         slices: the last is the resident one.
         in_place: whether slices compute with the parameters where they are.
-        prefetch: load the next slice while one computes.
         group: over which gradients are averaged before they leave the device.
     """
 
@@ -235,21 +234,17 @@ class Engine:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def watch(self, index: int | None, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
-        """Hear of the backward of a slice: from each tensor that it made, not from those that it handed on.
+        """Bring a slice (None: the resident one) when the gradient of a tensor is there that it made.
 
-        Args:
-            index: of the slice; None: the resident one.
+        A tensor that it only handed on tells nothing.
         """
         handed_on = {(id(tensor), tensor.grad_fn) for tensor in inputs}
         for tensor in outputs:
             if tensor.grad_fn is not None and (id(tensor), tensor.grad_fn) not in handed_on:
-                hear = functools.partial(self._hear, self._resident if index is None else index)
-                tensor.register_hook(hear)  # type: ignore[no-untyped-call]
+                hook = functools.partial(self.begin_backward, self._resident if index is None else index)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _hear(self, index: int, _: Tensor) -> None:
-        self.begin_backward(index)
-
-    def begin_backward(self, index: int) -> None:
+    def begin_backward(self, index: int, _gradient: Tensor) -> None:
         """Bring a slice: the gradient of one of its outputs is there."""
         if torch.is_grad_enabled():
             raise UnsupportedError(

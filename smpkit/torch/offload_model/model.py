@@ -330,8 +330,7 @@ def _call_all(functions: Sequence[Callable[[], object]]) -> None:
 def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | None) -> Callable[[], object]:
     """Bring the slice of a block for its calls in the model's forward; return what undoes this.
 
-    Args:
-        keeper: of its input, if it is checkpointed.
+    With a `keeper` of its input the block is checkpointed.
     """
     call = ModuleCall.on(block)
     before = call.checkpointing

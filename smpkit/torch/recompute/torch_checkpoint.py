@@ -63,12 +63,13 @@ def _entered(
             microbatch.unit_wrapper = outer
         return
     early_stop = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
+    modules, name = _module_and_name(function)
     with checkpointing(
         function,
-        _modules_of(function),
+        modules,
         args,
         kwargs,
-        _name_of(function),
+        name,
         preserve_rng_state=settings["preserve_rng_state"],
         contexts=_contexts(settings),
         stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
@@ -268,20 +269,10 @@ def patch_torch_checkpoint() -> None:
         torch_checkpoint._CachedTorchDispatchMode = _BackwardMode  # type: ignore[misc]
 
 
-def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """Return the module that a function calls, if it can be found."""
-    called, arguments = _without_partial(function)
-    candidates = (called, *arguments[:1], getattr(called, "__self__", None))
-    return [candidate for candidate in candidates if isinstance(candidate, nn.Module)][:1]
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """Return the path of the module that a function calls, if it can be found; else the function's own name."""
-    if modules := _modules_of(function):
-        return name_of(modules[0])
-    called, _ = _without_partial(function)
-    return getattr(called, "__qualname__", type(called).__name__)
-
-
-def _without_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return (function.func, function.args) if isinstance(function, functools.partial) else (function, ())
+def _module_and_name(function: Callable[..., Any]) -> tuple[list[nn.Module], str]:
+    """Return the module that a function calls, and its path; if none can be found, the function's own name."""
+    called, arguments = (function.func, function.args) if isinstance(function, functools.partial) else (function, ())
+    for candidate in (called, *arguments[:1], getattr(called, "__self__", None)):
+        if isinstance(candidate, nn.Module):
+            return [candidate], name_of(candidate)
+    return [], getattr(called, "__qualname__", type(called).__name__)

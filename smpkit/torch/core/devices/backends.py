@@ -133,9 +133,7 @@ def refuse_launch_order(device: torch.device, environ: Mapping[str, str] = os.en
 def prepare(backend: str, launcher: str) -> None:
     """Set the variables that nccl and torch's watchdog read when groups are made, unless the user has set them.
 
-    Args:
-        backend: torch's name for the backends of the default group.
-        launcher: what started this rank.
+    `backend` is torch's name for the backends of the default group.
     """
     if NCCL not in backend:
         return
