@@ -19,11 +19,11 @@ from smpkit.errors import UsageError
 from smpkit.plan.optimizers import OPTIMIZERS
 
 _BLOCK_PARAMETERS: Final = 12.25
-"""Of a dense transformer block of width 1: it has 12.25 d²."""
+"""A dense transformer block of width d has 12.25 d² parameters."""
 _SAVED_UNITS: Final = 25.04
 """What a dense block keeps for its backward, in tokens * width * bytes of a number (counted on such a block)."""
 _MASTER_BYTES: Final = 4
-"""Of a parameter on the host, and of its gradient there."""
+"""The size of a parameter on the host, and of its gradient there."""
 _LARGEST: Final = 4 / _BLOCK_PARAMETERS
 """The part of a dense block that its largest parameter is."""
 
@@ -71,7 +71,7 @@ class OffloadedModel:
     num_parameters: float
     num_slices: int
     num_tokens: int
-    """Of one optimizer step, all microbatches together."""
+    """In one optimizer step, all microbatches together."""
     num_microbatches: int = 1
     num_layers: int | None = None
     """None: one per slice."""
@@ -80,7 +80,7 @@ class OffloadedModel:
     optimizer: str = "adamw"
     """One of `smpkit.plan.optimizers.OPTIMIZERS`."""
     number_bytes: int = 2
-    """Of a weight, a gradient and an activation on the device: 2 for bf16, 4 for fp32."""
+    """The size of a weight, a gradient and an activation on the device: 2 for bf16, 4 for fp32."""
     imbalance: float = 1.0
     """The largest slice's parameters over the mean."""
 
@@ -105,7 +105,7 @@ class OffloadedModel:
 
     @property
     def border_bytes(self) -> float:
-        """What all tokens of a step are at one slice's border."""
+        """The size of the activations of all tokens of a step at one slice's border."""
         width = self.width or sqrt(self.num_parameters / (_BLOCK_PARAMETERS * self.layers))
         return self.num_tokens * width * self.number_bytes
 

@@ -68,7 +68,7 @@ class LayerTask:
     layer: int
     seconds: float
     num_bytes: int
-    """Of the boundary that a forward leaves for its backward; 0 for a WEIGHT action."""
+    """The size of the boundary that a forward leaves for its backward; 0 for a WEIGHT action."""
 
     @property
     def boundary(self) -> Boundary:

@@ -44,7 +44,7 @@ from smpkit.torch.distributed.deadline import waiting
 FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 
 kind_of: Final = attrgetter("requires_grad", "dtype", "device")
-"""What decides which tensors a message holds: where it changes for one, messages are planned anew."""
+"""Properties that decide which tensors share a message; where one changes, messages are planned anew."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ class GradientReducer:
         self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
         # By ids of parameters, since buckets may be planned anew while an accumulation is under way.
         self._used: set[int] = set()
-        """Those that earlier backwards reached since the last reduction."""
+        """Parameters that earlier backwards reached since the last reduction."""
         self._results: set[int] = set()
-        """Those whose gradient is a result that this rank alone has, not its part of one."""
+        """Parameters whose gradient is a result that this rank alone has, not its part of one."""
         self._earlier: dict[int, torch.Tensor] = {}
         """Results that are set aside, which the next ones are added to."""
         self._overlaps = False

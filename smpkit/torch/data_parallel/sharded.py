@@ -109,7 +109,7 @@ class ShardedDataParallel(DataParallel):
         self._failed = False
         now = dict(module.named_parameters())
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """By the id of each parameter from before: it, so that the id stays its own, and what has taken its place."""
+        """By the id of each parameter from before: it, so that nothing else gets its id, and what took its place."""
         for each in before:
             self._replaced[id(each.parameter)] = each.parameter, now[each.name]
             copy_mark_to(now[each.name], each.parameter)

@@ -46,7 +46,7 @@ class AutomaticActivations(StepParticipant):
         self._has_begun = self._trains = False
         self._saved: Mapping[str, str] = {}
         self._names: tuple[str, ...] = ()
-        """Of the layers of all ranks."""
+        """The paths of the layers of all ranks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy as one that has yet to choose: the layers of a copied model are plain modules again."""

@@ -24,7 +24,7 @@ from smpkit.torch.offload.link import Link
 from smpkit.torch.placement.dtensor import local_tensor_of
 
 _USABLE: Final = 0.95
-"""Of the device: its driver, its libraries and the allocator's fragments have the rest."""
+"""The part of a device that tensors can have: driver, libraries and the allocator's fragments take the rest."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Calls:
     first: list[tuple[Any, Any]] = field(default_factory=list)
     """Stamps before and after each forward."""
     again: list[tuple[Any, Any]] = field(default_factory=list)
-    """The same of recomputations."""
+    """Stamps before and after each recomputation."""
 
 
 class _Storages(dict[int, tuple[StorageWeakRef, int]]):
@@ -81,7 +81,7 @@ class Probe:
         self._known = _storages_of([tensor.detach() for tensor in stays])
         self.calls: dict[str, Calls] = {}
         self.first_bytes = 0
-        """Given to the first layer, at most."""
+        """The most that the first layer was given."""
         self.forward_bytes = 0
         """The most that the device held before the first recomputation; 0: not known, or the CPU."""
         self.busy_seconds = self.stall_seconds = 0.0
@@ -165,7 +165,7 @@ class Updates:
     ) -> None:
         self._tensors, self._device, self._any_optimizer = tensors, device, any_optimizer
         self._sizes: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """By optimizer: the states of one that the script has replaced are gone with it."""
+        """The size of each optimizer's states; those of one that the script has replaced are gone with it."""
         self.num_updates = 0
         self.peak_bytes = 0
         """0: not known, or the CPU."""
@@ -173,7 +173,7 @@ class Updates:
 
     @property
     def state_bytes(self) -> int:
-        """Of the states of all optimizers that have made a step, and of the masters that they update."""
+        """The size of the states of all optimizers that have made a step, and of the masters that they update."""
         return sum(self._sizes.values())
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -57,7 +57,7 @@ class Block:
         self.memory = memory
         """A flat uint8 tensor."""
         self.after = self.last_read = place.last_read
-        """What must be over before anybody writes to it; and what must be, before the next owner does."""
+        """What must be over before this owner writes to the block, and before the next one does."""
 
     def __del__(self) -> None:
         self._place.last_read = self.last_read

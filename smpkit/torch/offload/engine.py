@@ -48,7 +48,7 @@ class _Saved:
         """Flat bytes on the device; held until their copy is complete, even if the user frees the tensor."""
         self.num_bytes = storage.nbytes()
         self.stream: Hashable = engine.link.stream()
-        """Whose work uses `data`."""
+        """The stream whose work uses `data`."""
         self.block: Block | None = None
         self.host: Tensor | None = None
         """Its piece of the block."""
@@ -153,10 +153,10 @@ class ActivationEngine(Offloader):
         """Called with a call's label, and the link's stamps before and after each wait for one of its copies."""
         self._min_bytes = max(1, link.min_bytes if min_bytes is None else min_bytes)
         self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        """By storage, to recognise one that several calls keep."""
+        """By the address of the storage, to recognise one that several calls keep."""
         self._parked: weakref.WeakValueDictionary[int, _Parked] = weakref.WeakValueDictionary()
         self._leaving: deque[tuple[int, weakref.ref[_Saved]]] = deque()
-        """What is being copied out, by the number of its call, the oldest first."""
+        """What is being copied out, with the number of its call, the oldest first."""
         self._loaded: set[int] = set()
         """Calls that were loaded ahead, and that backward has not come to."""
         self._microbatch: int | None = None

@@ -36,7 +36,7 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     number: int
-    """Of two events of one stream the later one has the larger number."""
+    """It grows from one event of a stream to the next."""
 
     def done(self) -> bool:
         """Return whether that work is complete; does not block."""

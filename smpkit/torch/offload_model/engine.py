@@ -29,10 +29,10 @@ from smpkit.torch.offload.link import DONE, Event, link_for
 from smpkit.torch.offload_model.slices import Layout, Slice
 
 DEADLINE_SECONDS: Final = 600.0
-"""Of every wait of this thread for a copy."""
+"""No wait of this thread for a copy lasts longer."""
 _NO_TASK: Final = -1
 _PIECE: Final = 16 << 20
-"""Elements of a gradient that are cast on their way: the device holds so many in the wider type meanwhile."""
+"""Elements of a gradient that are copied at a time: while they are cast, the device holds them in both types."""
 
 
 class Updater(Protocol):
@@ -110,7 +110,7 @@ class Engine:
         self._current: int | None = None
         """The slice whose forward runs."""
         self._before: dict[int, list[Tensor | None]] = {}
-        """What the parameters of slices in their backward had as their gradients."""
+        """The gradients that parameters had before the backward of their slice."""
         # Copies must end before the memory goes that they use.
         weakref.finalize(self, self.link.close)
         if not in_place:

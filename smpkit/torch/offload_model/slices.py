@@ -24,7 +24,7 @@ from smpkit.torch.distributed.host_memory import pinned_bytes, zeros
 from smpkit.torch.offload.link import DONE, Event, Link
 
 Balance = Literal["params", "bytes"]
-"""What slices have equal shares of."""
+"""Whether slices have equal numbers of parameters or of bytes."""
 _ALIGNMENT: Final = 64
 """Elements: enough for the vector loads of every dtype, and equal in buffers of different dtypes."""
 

@@ -164,7 +164,7 @@ class _Region:
 
     @contextlib.contextmanager
     def recording(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Be around the forward, which begins with these tensors."""
+        """Return a context for the forward, whose arguments have these tensors."""
         outer, recording.region = recording.region, self
         try:
             # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other
@@ -335,7 +335,7 @@ def _text(expected: tuple[Any, ...]) -> str:
 _names: Final[weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, str]]] = (
     weakref.WeakKeyDictionary()
 )
-"""By wrapped model, the paths of its modules."""
+"""The paths of all modules, by the wrapped model that they are in."""
 
 
 def name_of(module: nn.Module) -> str:

@@ -53,7 +53,7 @@ Where both exist, the second only calls the first."""
 def _entered(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings
 ) -> _Generator:
-    """Be around a call of `function`."""
+    """Let a call of `function` run inside our region."""
     if (microbatch := microbatch_between_units()) is not None:
         # See [Note: checkpoints around several ranks].
         outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, settings)
@@ -152,7 +152,7 @@ class _Checkpoint(torch_checkpoint.CheckpointFunction):
 
 
 class _Heard(threading.local):
-    """What the policy has said of the operator that has just run."""
+    """What the policy returned for the operator that has just run."""
 
     offloads = False
     must_leave: str | None = None
