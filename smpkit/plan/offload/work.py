@@ -112,16 +112,16 @@ class Window:
 
 
 def auto_window(tasks: Sequence[LayerTask], link: LinkSpeed, horizon: int | None = None) -> Window:
-    """Return the window of the smallest lead, of at most `MAX_LEAD`, with which no load is late by itself."""
+    """Return the window of the smallest lead with which no load is late by itself."""
     loads = [link.back_seconds(task.num_bytes) if needs_back(task) else 0.0 for task in tasks]
     return Window(auto_lead([task.seconds for task in tasks], loads), horizon)
 
 
-def auto_lead(compute_seconds: Sequence[float], load_seconds: Sequence[float], most: int = MAX_LEAD) -> int:
+def auto_lead(compute_seconds: Sequence[float], load_seconds: Sequence[float]) -> int:
     """Return how many pieces of work ahead of its use a load must be issued so that compute never waits.
 
     It is the smallest such number: with one less, some load is late. Where the link cannot keep up, it is what the
-    whole list would need, up to `most`.
+    whole list would need, up to `MAX_LEAD`.
 
     The device does the pieces in order, forwards and backwards of layers alike. Loads follow each other on one stream,
     in the order in which they are needed, so a slow one pushes those before it to an earlier time.
@@ -146,4 +146,4 @@ def auto_lead(compute_seconds: Sequence[float], load_seconds: Sequence[float], m
             while issue > 0 and starts[issue] > deadline:
                 issue -= 1
             lead = max(lead, piece - issue)
-    return min(lead, most)
+    return min(lead, MAX_LEAD)
