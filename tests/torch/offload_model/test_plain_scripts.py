@@ -98,7 +98,7 @@ def test_asking_for_parameters_costs_no_copy(asked: bool, monkeypatch: pytest.Mo
 
 
 class Fragile(nn.Module):
-    """Raises an error as long as it has one."""
+    """Raises an error as long as its class has one."""
 
     error: type[BaseException] | None = None
 
@@ -108,20 +108,18 @@ class Fragile(nn.Module):
         return value.tanh()
 
 
-def fragile_model() -> tuple[Fragile, OffloadModel]:
-    fragile = Fragile()
-    layers = nn.Sequential(nn.Linear(4, 4), fragile, nn.Linear(4, 2))
-    return fragile, OffloadModel(layers, CPU, checkpoint_activation=True)
+def fragile_model() -> OffloadModel:
+    return OffloadModel(nn.Sequential(nn.Linear(4, 4), Fragile(), nn.Linear(4, 2)), CPU, checkpoint_activation=True)
 
 
 def test_after_an_interrupt_the_next_backward_updates_again() -> None:
-    fragile, model = fragile_model()
+    model = fragile_model()
     optimizer = OffloadOptimizer(model, overlap="backward")
     loss = model(torch.randn(3, 4)).sum()
-    fragile.error = KeyboardInterrupt
+    Fragile.error = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
-    fragile.error = None
+    Fragile.error = None
     train(model, optimizer)
     model(torch.randn(3, 4)).sum().backward()
     with pytest.raises(UsageError, match="a second backward"):
@@ -129,16 +127,16 @@ def test_after_an_interrupt_the_next_backward_updates_again() -> None:
 
 
 def test_an_error_in_a_layer_leaves_the_model_usable() -> None:
-    fragile, model = fragile_model()
-    fragile.error = ZeroDivisionError
+    model = fragile_model()
+    Fragile.error = ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
         model(torch.randn(3, 4))
-    fragile.error = None
+    Fragile.error = None
     output = model(torch.randn(3, 4))
-    fragile.error = ZeroDivisionError
+    Fragile.error = ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
-    fragile.error = None
+    Fragile.error = None
     assert {parameter.data_ptr() for parameter in model.parameters()} == {
         master.data_ptr() for piece in model._engine.slices for master in piece.masters
     }
