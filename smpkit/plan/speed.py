@@ -17,21 +17,21 @@ class Speed:
     flops_per_second: float
     link: LinkSpeed
     message_latency_seconds: float = 0.0
-    """Of a message between stages."""
+    """How long an empty message between stages takes."""
     message_seconds_per_byte: float = 0.0
     action_seconds: float = 0.0
     """What the runtime itself adds to each action."""
     collective_seconds: Mapping[str, float] = field(default_factory=dict)
-    """What ranks of a tensor-parallel group spend on collectives in the forward of a unit, by name, and again in its
-    backward."""
+    """By name of a unit, what ranks of a tensor-parallel group spend on collectives in its forward; its backward takes
+    as much again."""
     operation_seconds: float = 0.0
     """What the host spends on an operator."""
     moved_bytes_per_second: float = inf
-    """What the device reads and writes where it computes no products."""
+    """How fast the device reads and writes in operators that compute no products."""
     is_asynchronous: bool = True
     """The host runs ahead of the device: the longer of both counts."""
     split_seconds: float = 0.0
-    """What a backward in two halves costs the host more, for each product with a weight."""
+    """How much longer the host takes for a backward in two halves, for each product with a weight."""
 
     def forward_seconds(self, unit: UnitCost) -> float:
         """Return how long the forward of a unit takes."""

@@ -51,9 +51,9 @@ def main(arguments: Sequence[str]) -> None:
     path, seconds = Path(arguments[0]), float(arguments[1])
     init({"ddp": True, "timeout_seconds": 120})
     torch.set_num_threads(own_cores())
-    found = _Measurement(seconds).calibration()
+    calibration = _Measurement(seconds).calibration()
     if state.rank == 0:
-        path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        path.write_text(calibration.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 class _Measurement:

@@ -166,8 +166,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self.masters is not None:
                 result = self.masters.step(functools.partial(self.optimizer.step, **options))
             else:
-                given = () if closure is None else (closure,)
-                result = self.optimizer.step(*given, **options)
+                arguments = () if closure is None else (closure,)
+                result = self.optimizer.step(*arguments, **options)
         if zero1 is not None and not (self.masters is not None and self.masters.overflow):
             zero1.broadcast_updated()
         return result

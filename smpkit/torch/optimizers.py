@@ -27,7 +27,15 @@ __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 Tensors = list[torch.Tensor]
 
 
-class FusedAdam(torch.optim.Adam):
+class _WithSetGradNone(torch.optim.Optimizer):
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients; `set_grad_none` of the constructor says how if the argument does not."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_WithSetGradNone, torch.optim.Adam):
     """`torch.optim.AdamW(fused=True)`, or with `adam_w_mode=False` `torch.optim.Adam(fused=True)`, as Apex names it.
 
     Args:
@@ -63,26 +71,18 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode)
         self.set_grad_none = set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients; `set_grad_none` of the constructor says how if the argument does not."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
 
 @dataclass(frozen=True)
 class _SameStepParameters:
     """Parameters of a group with a gradient that have taken the same number of steps.
 
     One call of a kernel updates them all: bias correction depends on the number of steps.
-
-    Args:
-        parameters: as the group has them.
-        states: of each, by name.
-        steps: their number, this one included.
     """
 
     parameters: Tensors
     states: list[dict[str, torch.Tensor]]
     steps: float
+    """This one included."""
 
     @cached_property
     def weights(self) -> Tensors:
@@ -97,7 +97,7 @@ class _SameStepParameters:
         return [local_tensor_of(each[name]) for each in self.states]
 
 
-class _Fused(torch.optim.Optimizer, ABC):
+class _Fused(_WithSetGradNone, ABC):
     """Counts steps per parameter, keeps moments, and updates parameters of equal counts together."""
 
     def __init__(self, params: ParamsT, *, set_grad_none: bool, amsgrad: bool, **defaults: Any) -> None:
@@ -105,17 +105,9 @@ class _Fused(torch.optim.Optimizer, ABC):
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients; `set_grad_none` of the constructor says how if the argument does not."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: called first, with gradients on; its result is returned.
-        """
+        """Update the parameters that have gradients; `closure` is called first, and its result returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -202,16 +194,16 @@ class FusedLAMB(_Fused):
         super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
     def _before_update(self) -> None:
-        self._norm = self._global_norm()
-
-    def _global_norm(self) -> torch.Tensor | None:
+        self._norm: torch.Tensor | None = None
         if not any(group["max_grad_norm"] > 0 for group in self.param_groups):
-            return None
+            return
         every = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
         if state.initialized:
-            return global_norm([(_model_parameter(each), each.grad) for each in every])
-        norm: torch.Tensor = torch.nn.utils.get_total_norm([each.grad for each in every])
-        return norm
+            # The model's parameters, not the master weights that these may be, are marked with their places.
+            marked = every if state.optimizer is None else [state.optimizer.model_parameter(each) for each in every]
+            self._norm = global_norm([(own, each.grad) for own, each in zip(marked, every, strict=True)])
+        else:
+            self._norm = torch.nn.utils.get_total_norm([each.grad for each in every])
 
     def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
         gradients = same_step.gradients
@@ -328,11 +320,6 @@ class FusedNovoGrad(_Fused):
         correction = math.sqrt(1.0 - beta2**same_step.steps) if group["bias_correction"] else 1.0
         divisors: torch.Tensor = new / correction + group["eps"]
         return divisors
-
-
-def _model_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the model's parameter whose master weight this may be: that one is marked with its place."""
-    return parameter if state.optimizer is None else state.optimizer.model_parameter(parameter)
 
 
 _POSITIVE: Final = ("eps",)

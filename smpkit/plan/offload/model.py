@@ -19,11 +19,11 @@ from smpkit.errors import UsageError
 from smpkit.plan.optimizers import OPTIMIZERS
 
 _BLOCK_PARAMETERS: Final = 12.25
-"""Of a dense transformer block of width 1: it has 12.25 d²."""
+"""A dense transformer block of width d has 12.25 d² parameters."""
 _SAVED_UNITS: Final = 25.04
 """What a dense block keeps for its backward, in tokens * width * bytes of a number (counted on such a block)."""
 _MASTER_BYTES: Final = 4
-"""Of a parameter on the host, and of its gradient there."""
+"""The size of a parameter on the host, and of its gradient there."""
 _LARGEST: Final = 4 / _BLOCK_PARAMETERS
 """The part of a dense block that its largest parameter is."""
 
@@ -71,7 +71,7 @@ class OffloadedModel:
     num_parameters: float
     num_slices: int
     num_tokens: int
-    """Of one optimizer step, all microbatches together."""
+    """In one optimizer step, all microbatches together."""
     num_microbatches: int = 1
     num_layers: int | None = None
     """None: one per slice."""
@@ -80,7 +80,7 @@ class OffloadedModel:
     optimizer: str = "adamw"
     """One of `smpkit.plan.optimizers.OPTIMIZERS`."""
     number_bytes: int = 2
-    """Of a weight, a gradient and an activation on the device: 2 for bf16, 4 for fp32."""
+    """The size of a weight, a gradient and an activation on the device: 2 for bf16, 4 for fp32."""
     imbalance: float = 1.0
     """The largest slice's parameters over the mean."""
 
@@ -105,7 +105,7 @@ class OffloadedModel:
 
     @property
     def border_bytes(self) -> float:
-        """What all tokens of a step are at one slice's border."""
+        """The size of the activations of all tokens of a step at one slice's border."""
         width = self.width or sqrt(self.num_parameters / (_BLOCK_PARAMETERS * self.layers))
         return self.num_tokens * width * self.number_bytes
 
@@ -118,11 +118,6 @@ class OffloadedModel:
     def gradients_bytes(self) -> float:
         """All gradients as the host gets them."""
         return self.num_parameters * _MASTER_BYTES
-
-    @property
-    def states_bytes(self) -> float:
-        """What the optimizer keeps in fp32: the master weights and its states."""
-        return self.num_parameters * _MASTER_BYTES * (1 + OPTIMIZERS[self.optimizer])
 
 
 @dataclass(frozen=True)
@@ -176,26 +171,23 @@ class _Phase:
     compute: float
     into: float
     out: float
-    seconds: float
+    alone: float
+    """The part of compute that hides no load, because the buffers are full."""
+    lead: float
+    """Compute before the first copy out."""
 
-
-def _phase(machine: Machine, compute: float, alone: float, lead: float, in_bytes: float, out_bytes: float) -> _Phase:
-    """Return the times of a phase.
-
-    Args:
-        alone: the part of compute that hides no load, because the buffers are full.
-        lead: compute before the first copy out.
-    """
-    into, out = in_bytes / machine.in_bytes_per_second, out_bytes / machine.out_bytes_per_second
-    return _Phase(compute, into, out, seconds=max(compute, alone + into, lead + out))
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.alone + self.into, self.lead + self.out)
 
 
 def _forward(model: OffloadedModel, machine: Machine) -> _Phase:
     """Load each slice but the first while the one before computes; inputs of slices leave."""
     slices = model.num_slices
     compute = 2 * model.num_parameters * model.num_tokens / machine.flops_per_second
-    into = model.weights_bytes * (1 - 1 / slices)
-    return _phase(machine, compute, compute / slices, compute / slices, into, model.border_bytes * (slices - 1))
+    into = model.weights_bytes * (1 - 1 / slices) / machine.in_bytes_per_second
+    out = model.border_bytes * (slices - 1) / machine.out_bytes_per_second
+    return _Phase(compute, into, out, alone=compute / slices, lead=compute / slices)
 
 
 def _backward(model: OffloadedModel, machine: Machine) -> _Phase:
@@ -203,19 +195,14 @@ def _backward(model: OffloadedModel, machine: Machine) -> _Phase:
     slices = model.num_slices
     compute = 6 * model.num_parameters * model.num_tokens / machine.flops_per_second
     there = min(2, slices)
-    into = model.weights_bytes * (1 - there / slices)
-    into += model.border_bytes * max(0, slices - 1 - there / model.num_microbatches)
-    out = model.gradients_bytes * (1 - 1 / slices)
-    return _phase(machine, compute, compute * there / slices, compute / slices, into, out)
+    borders = model.border_bytes * max(0, slices - 1 - there / model.num_microbatches)
+    into = (model.weights_bytes * (1 - there / slices) + borders) / machine.in_bytes_per_second
+    out = model.gradients_bytes * (1 - 1 / slices) / machine.out_bytes_per_second
+    return _Phase(compute, into, out, alone=compute * there / slices, lead=compute / slices)
 
 
 def device_peak_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> float:
-    """Return what the device holds at most; see `device_parts_bytes`, whose arguments these are."""
-    return sum(device_parts_bytes(model, in_slice_bytes).values())
-
-
-def device_parts_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> dict[str, float]:
-    """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, and borders.
+    """Return what the device holds at most: weights and gradients of two slices, a microbatch in one slice, borders.
 
     All microbatches have their gradients at a border at once, and one input is loaded ahead. Where the gradient of a
     parameter from a second microbatch is added to the first one's, it is there three times. A model of one slice has
@@ -230,29 +217,19 @@ def device_parts_bytes(model: OffloadedModel, in_slice_bytes: float | None = Non
     if in_slice_bytes is None:
         in_slice_bytes = _SAVED_UNITS * border * model.layers / model.num_slices
     num_borders = 0 if model.num_slices == 1 else model.num_microbatches + 1
-    twice = 0.0 if model.num_microbatches == 1 else 2 * _LARGEST * model.weights_bytes / model.layers
-    activations = in_slice_bytes + num_borders * border
-    return {"parameters": slices_bytes, "gradients": slices_bytes + twice, "activations": activations}
+    added = 0.0 if model.num_microbatches == 1 else 2 * _LARGEST * model.weights_bytes / model.layers
+    return 2 * slices_bytes + added + in_slice_bytes + num_borders * border
 
 
 def host_peak_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> float:
-    """Return what the host holds at most; see `host_parts_bytes`, whose arguments these are."""
-    return sum(host_parts_bytes(model, update).values())
-
-
-def host_parts_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> dict[str, float]:
-    """Return what the host holds: the weights as they travel, fp32 gradients that wait, fp32 states, inputs of slices.
+    """Return what the host holds at most: weights as they travel, fp32 gradients that wait, states, inputs of slices.
 
     Weights of 4 bytes are the master weights themselves. Overlapped, two slices' gradients wait; otherwise all.
     """
     working = model.weights_bytes if model.number_bytes < _MASTER_BYTES else 0.0
     waiting = min(1.0, 2 * model.imbalance / model.num_slices) if update is Update.OVERLAPPED else 1.0
-    return {
-        "parameters": working,
-        "gradients": waiting * model.gradients_bytes,
-        "optimizer": model.states_bytes,
-        "activations": model.num_slices * model.border_bytes,
-    }
+    masters_and_states = model.num_parameters * _MASTER_BYTES * (1 + OPTIMIZERS[model.optimizer])
+    return working + waiting * model.gradients_bytes + masters_and_states + model.num_slices * model.border_bytes
 
 
 def largest_parameters(
@@ -263,9 +240,6 @@ def largest_parameters(
     Args:
         model: everything but the number of parameters is taken from it; without a `width`, that grows along.
         reserve_bytes: left for the system, the process and the framework.
-
-    Raises:
-        UsageError: not even one parameter fits.
     """
     room = host_bytes - reserve_bytes
 

@@ -68,7 +68,7 @@ class LayerTask:
     layer: int
     seconds: float
     num_bytes: int
-    """Of the boundary that a forward leaves for its backward; 0 for a WEIGHT action."""
+    """The size of the boundary that a forward leaves for its backward; 0 for a WEIGHT action."""
 
     @property
     def boundary(self) -> Boundary:
@@ -80,7 +80,6 @@ def layer_tasks(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]
     """Return the layer tasks of one rank in order: forwards go up through the layers of their segment, the others down.
 
     Args:
-        actions: the rank's list of a schedule.
         layers: for each of the rank's segments its layers.
     """
     tasks: list[LayerTask] = []
@@ -113,16 +112,23 @@ class Window:
 
 
 def auto_window(tasks: Sequence[LayerTask], link: LinkSpeed, horizon: int | None = None) -> Window:
-    """Return the window of the smallest lead, of at most `MAX_LEAD`, with which no load is late by itself."""
+    """Return the window of the smallest lead with which no load is late by itself."""
     loads = [link.back_seconds(task.num_bytes) if needs_back(task) else 0.0 for task in tasks]
-    return Window(auto_lead([task.seconds for task in tasks], loads, MAX_LEAD), horizon)
+    return Window(auto_lead([task.seconds for task in tasks], loads), horizon)
 
 
-def auto_lead(compute_seconds: Sequence[float], load_seconds: Sequence[float], most: int | None = None) -> int:
+def auto_lead(compute_seconds: Sequence[float], load_seconds: Sequence[float]) -> int:
     """Return how many pieces of work ahead of its use a load must be issued so that compute never waits.
 
     It is the smallest such number: with one less, some load is late. Where the link cannot keep up, it is what the
-    whole list would need, up to `most`. The lists are those of `latest_issues`.
+    whole list would need, up to `MAX_LEAD`.
+
+    The device does the pieces in order, forwards and backwards of layers alike. Loads follow each other on one stream,
+    in the order in which they are needed, so a slow one pushes those before it to an earlier time.
+
+    Args:
+        compute_seconds: how long each piece of work takes.
+        load_seconds: how long the stream is busy with what each piece needs back, latency included; 0 for nothing.
 
     Example:
         A link twice as slow as a forward needs two forwards of time before the first backward, and a backward of three
@@ -131,30 +137,13 @@ def auto_lead(compute_seconds: Sequence[float], load_seconds: Sequence[float], m
         >>> auto_lead([1, 1, 1, 3, 3, 3], [0, 0, 0, 2, 2, 2])
         2
     """
-    issues = latest_issues(compute_seconds, load_seconds)
-    lead = max((piece - issue for piece, issue in enumerate(issues)), default=0)
-    return max(1, lead if most is None else min(lead, most))
-
-
-def latest_issues(compute_seconds: Sequence[float], load_seconds: Sequence[float]) -> list[int]:
-    """Return for each piece of work the latest one at whose start its load can be issued without compute waiting.
-
-    The device does the pieces in order, forwards and backwards of layers alike. Loads follow each other on one stream,
-    in the order in which they are needed, so a slow one pushes those before it to an earlier time. The answer for a
-    piece that loads nothing is the piece itself; 0 also means that even the beginning is too late.
-
-    Args:
-        compute_seconds: how long each piece of work takes.
-        load_seconds: how long the stream is busy with what each piece needs back, latency included; 0 for nothing.
-    """
     *starts, deadline = accumulate(compute_seconds, initial=0.0)
-    issues = list(range(len(starts)))
-    issue = len(starts)
+    lead, issue = 1, len(starts)
     for piece, (start, seconds) in reversed(list(enumerate(zip(starts, load_seconds, strict=True)))):
         if seconds:
-            deadline = min(deadline, start) - seconds
+            deadline = min(deadline, start) - seconds  # the latest time at which this load may begin
             issue = min(issue, piece)
             while issue > 0 and starts[issue] > deadline:
                 issue -= 1
-            issues[piece] = issue
-    return issues
+            lead = max(lead, piece - issue)
+    return min(lead, MAX_LEAD)

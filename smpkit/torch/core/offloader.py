@@ -32,10 +32,7 @@ class Parked:
 
         Args:
             tensor: an alias of the caller's own, whose memory may be taken from it.
-            must_leave: the operator's name, if the tensor may not stay on the device.
-
-        Raises:
-            UsageError: it must leave, and cannot.
+            must_leave: the operator's name, if it is an error that the tensor stays on the device.
         """
         if must_leave:
             raise UsageError(
@@ -45,11 +42,7 @@ class Parked:
         self._tensors.append((tensor, version_of(tensor)))
 
     def take(self) -> list[Tensor]:
-        """Return them on the device; the current stream may use them at once.
-
-        Raises:
-            UsageError: one has been changed in place.
-        """
+        """Return them on the device, where the current stream may use them at once; none may have been changed."""
         if any(version_of(tensor) != version for tensor, version in self._tensors):
             raise changed_in_place(f"`{self._name}`")
         return [tensor for tensor, _ in self._tensors]
@@ -73,11 +66,7 @@ class Offloader:
     """Keeps what is parked where it is; engines that offload derive from it."""
 
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
-        """Take over the inputs of a call.
-
-        Args:
-            name: path of the checkpointed module as in `state_dict`, for reports and errors.
-        """
+        """Take over the inputs of a call; reports and errors name it by the path of its module."""
         return Parked(name, tensors)
 
     def trial(self, inputs: Sequence[Tensor]) -> AbstractContextManager[object] | None:  # noqa: ARG002

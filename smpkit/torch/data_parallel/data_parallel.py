@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -38,19 +40,15 @@ _REPLICATED: Final = "the broadcast of parameters and buffers"
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced.
-
-    Args:
-        overlapping: reduce during the last backward of a pass, not after it.
-        passes_per_reduction: passes whose gradients add up before they are reduced.
-        bucket_cap_bytes: see GradientReducer.
-        broadcast_buffers: copy the first replica's buffers to the others at the start of every training pass.
-    """
+    """How gradients are reduced."""
 
     overlapping: bool
+    """During the last backward of a pass, not after it."""
     passes_per_reduction: int
+    """Passes whose gradients add up before they are reduced."""
     bucket_cap_bytes: int
     broadcast_buffers: bool
+    """Whether the first replica's buffers are copied to the others at the start of every training pass."""
 
 
 def replicate(module: nn.Module, placement: Placement, reduction: ReductionOptions) -> DataParallel | None:
@@ -157,9 +155,7 @@ class DataParallel(StepParticipant):
         self._grad_scaling.refresh()
         for reducer in self.reducers:
             reducer.begin_pass(on_backward_end)
-        if not (training and torch.is_grad_enabled()):
-            return
-        if self._broadcast_buffers:
+        if self._broadcast_buffers and training and torch.is_grad_enabled():
             self._broadcast_all_buffers()
 
     def _finish(self) -> None:
@@ -191,9 +187,6 @@ class GradientScaling:
     """Multiplies what every backward adds to the gradient of some parameters.
 
     As gradients arise and not once at the end, so that averages of averages stay right (see the note in reducer.py).
-
-    Args:
-        grad_scales: parameters, and what their gradients are multiplied by.
     """
 
     def __init__(self, grad_scales: Iterable[tuple[nn.Parameter, float]]) -> None:
@@ -205,18 +198,11 @@ class GradientScaling:
         """Add parameters that were frozen until now; a hook outlives freezing, unfreezing and casts."""
         for parameter, grad_scale in self._grad_scales:
             if parameter.requires_grad and id(parameter) not in self._handles:
-                self._handles[id(parameter)] = _register_scaling(parameter, grad_scale)
+                handle = parameter.register_hook(functools.partial(operator.mul, grad_scale))  # type: ignore[no-untyped-call]
+                self._handles[id(parameter)] = handle
 
     def release(self) -> None:
         """Remove the hooks: they live as long as the parameters, which may outlive the process groups."""
         for handle in self._handles.values():
             handle.remove()
         self._handles, self._grad_scales = {}, []
-
-
-def _register_scaling(parameter: nn.Parameter, grad_scale: float) -> RemovableHandle:
-    def scale(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * grad_scale
-
-    handle: RemovableHandle = parameter.register_hook(scale)  # type: ignore[no-untyped-call]
-    return handle

@@ -44,7 +44,7 @@ from smpkit.torch.distributed.deadline import waiting
 FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 
 kind_of: Final = attrgetter("requires_grad", "dtype", "device")
-"""What decides which tensors a message holds: where it changes for one, messages are planned anew."""
+"""Properties that decide which tensors share a message; where one changes, messages are planned anew."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,8 @@ class Bucket:
     def pack(self, used: AbstractSet[int]) -> None:
         """Copy this rank's gradients, divided by the number of ranks, and its flags into the buffer.
 
-        Dividing before the sum, not after, keeps half-precision sums from overflowing.
-
-        Args:
-            used: the ids of parameters that backward has reached since the last reduction.
+        Dividing before the sum, not after, keeps half-precision sums from overflowing. `used` has the ids of the
+        parameters that backward has reached since the last reduction.
         """
         size = dist.get_world_size(self.group)
         for param, view in zip(self.params, self.views, strict=True):
@@ -113,9 +111,7 @@ class Bucket:
     def unpack(self, used: AbstractSet[int], earlier: Mapping[int, torch.Tensor]) -> None:
         """Give each parameter that any rank's backward reached its reduced gradient, if this rank is its owner.
 
-        Args:
-            used: as for `pack`.
-            earlier: results that this one is added to, by the id of the parameter.
+        `earlier` has results that this one is added to, by the id of the parameter.
         """
         if not self.is_owner:
             for param in self.params:
@@ -166,9 +162,7 @@ def plan_buckets(
 class GradientReducer:
     """Reduces the gradients of parameters, each over its own group.
 
-    Args:
-        parameters: name, parameter and target; those that do not require gradients are left out until they do.
-        bucket_cap_bytes: most bytes reduced at once.
+    Parameters that do not require gradients are left out until they do.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter, ReduceTarget]], *, bucket_cap_bytes: int) -> None:
@@ -182,9 +176,9 @@ class GradientReducer:
         self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
         # By ids of parameters, since buckets may be planned anew while an accumulation is under way.
         self._used: set[int] = set()
-        """Those that earlier backwards reached since the last reduction."""
+        """Parameters that earlier backwards reached since the last reduction."""
         self._results: set[int] = set()
-        """Those whose gradient is a result that this rank alone has, not its part of one."""
+        """Parameters whose gradient is a result that this rank alone has, not its part of one."""
         self._earlier: dict[int, torch.Tensor] = {}
         """Results that are set aside, which the next ones are added to."""
         self._overlaps = False
@@ -228,11 +222,7 @@ class GradientReducer:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def begin_pass(self, on_backward_end: Callable[[], None] | None = None) -> None:
-        """Prepare for backwards that do not overlap with reductions.
-
-        Args:
-            on_backward_end: called when each of them is over.
-        """
+        """Prepare for backwards that do not overlap with reductions; `on_backward_end` is called after each of them."""
         self._expect_gradients()
         self._plan()
         self._on_backward_end = on_backward_end
@@ -251,11 +241,7 @@ class GradientReducer:
             bucket.missing |= bucket.ids
 
     def finish(self) -> None:
-        """Start what has not started, wait for everything, and give every parameter its averaged gradient.
-
-        Raises:
-            DeadlineError, RemoteError: a rank of the group did not come or failed.
-        """
+        """Start what has not started, wait for everything, and give every parameter its averaged gradient."""
         self._overlaps = False
         self._expect_gradients()
         while len(self._pending) < len(self.buckets):

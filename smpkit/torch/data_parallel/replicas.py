@@ -29,9 +29,6 @@ def check_same_model(module: nn.Module, placement: Placement) -> None:
 
     Pieces of tensor-parallel parameters are compared among the ranks that hold the same piece. Without this check the
     first differing tensor would end in a hang or in silently mixed weights.
-
-    Raises:
-        UsageError: names the first difference and the two ranks.
     """
     pieces, whole = _describe(module, placement)
     _check_same(whole, state.process_group(CommGroup.DP_GROUP))
@@ -59,10 +56,7 @@ def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, Source]], what: str)
     """Overwrite each tensor by that of the rank at an index of a group, in a few large messages.
 
     All ranks name the tensors in the same order: then they also come to the groups in one order, and none waits for
-    another in a circle.
-
-    Args:
-        what: they are, for errors.
+    another in a circle. `what` names them in errors.
     """
     by_source: dict[Source, list[torch.Tensor]] = {}
     for tensor, source in tensors:

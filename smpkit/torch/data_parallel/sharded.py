@@ -48,11 +48,6 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
 
     Weights that have no memory yet (`delay_param_initialization`) get it block by block, so that no rank ever holds
     more than one block whole.
-
-    Raises:
-        UsageError: the ranks' models differ.
-        UnsupportedError: a gradient that is not simply averaged over the replicas, or ranks that only gloo connects
-            although they compute on another device.
     """
     check_same_model(module, placement)
     placement.make_groups()
@@ -114,7 +109,7 @@ class ShardedDataParallel(DataParallel):
         self._failed = False
         now = dict(module.named_parameters())
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """By the id of each parameter from before: it, so that the id stays its own, and what has taken its place."""
+        """By the id of each parameter from before: it, so that nothing else gets its id, and what took its place."""
         for each in before:
             self._replaced[id(each.parameter)] = each.parameter, now[each.name]
             copy_mark_to(now[each.name], each.parameter)

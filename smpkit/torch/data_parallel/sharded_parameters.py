@@ -1,8 +1,8 @@
-"""What scripts say and read of the parameters that sharded data parallelism divides.
+"""What scripts write and read about the parameters that sharded data parallelism divides.
 
-They say with `smp.register_parameter` which are used outside of the modules that own them, and read attributes as SMP
-v1 and DeepSpeed name them: `ds_id`, `ds_shape` and `ds_numel` are of the whole parameter; `ds_tensor` is this rank's
-part of it, with `ds_numel`. All are for reading: they show what `fully_shard` holds.
+They name with `smp.register_parameter` those that are used outside of the modules that own them, and read attributes
+as SMP v1 and DeepSpeed name them: `ds_id`, `ds_shape` and `ds_numel` are of the whole parameter; `ds_tensor` is this
+rank's part of it, with `ds_numel`. All are for reading: they show what `fully_shard` holds.
 """
 
 from __future__ import annotations

@@ -33,18 +33,19 @@ def reduce_target_of(placement: ParameterPlacement) -> ReduceTarget:
 class Zero1Partition:
     """Lets the owner of each parameter alone update it, and gives the result to the others.
 
-    Args:
-        placements: of this rank's parameters; in the same order on all ranks that hold the same.
+    The placements of this rank's parameters come in the same order on all ranks that hold the same.
     """
 
     def __init__(self, placements: Iterable[ParameterPlacement]) -> None:
-        owned = [each for each in placements if each.owner is not None and each.reduce_group is not None]
-        self._unowned = [each.parameter for each in owned if not each.is_owned_here]
-        targets = [(each.parameter, reduce_target_of(each)) for each in owned]
-        self._sources: list[tuple[nn.Parameter, Source]] = [
-            (parameter, (target.group, target.owner)) for parameter, target in targets if target.owner is not None
-        ]
+        self._unowned: list[nn.Parameter] = []
+        self._sources: list[tuple[nn.Parameter, Source]] = []
         """Where the new values of each parameter come from."""
+        for each in placements:
+            if each.owner is None or each.reduce_group is None:
+                continue
+            if not each.is_owned_here:
+                self._unowned.append(each.parameter)
+            self._sources.append((each.parameter, (each.reduce_group, each.reduce_ranks.index(each.owner))))
 
     @contextlib.contextmanager
     def hide_unowned_gradients(self) -> Iterator[None]:

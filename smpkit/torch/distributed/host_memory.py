@@ -64,19 +64,19 @@ def zeros(num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return mapped_bytes(num_bytes).view(dtype)
 
 
-def mapped_bytes(num_bytes: int, *, in_children: bool = True, in_large_pages: bool = True) -> Tensor:
+def mapped_bytes(num_bytes: int, *, in_large_pages: bool = True) -> Tensor:
     """Return a flat uint8 tensor of zeros in pages of its own, provided by the system when first touched.
 
     Args:
         num_bytes: at least 1. Pages are whole: up to 4095 bytes more are mapped. From 2 MiB the first byte begins a
             large page.
-        in_children: whether forked processes have them, too; if not, an access there ends that process.
         in_large_pages: False for what may be touched in a few places only: each of them would take a whole large page.
     """
-    return _map(num_bytes, in_children, in_large_pages)[0]
+    return _map(num_bytes, in_large_pages=in_large_pages)[0]
 
 
-def _map(num_bytes: int, in_children: bool, in_large_pages: bool = True) -> tuple[Tensor, _Pages]:
+def _map(num_bytes: int, *, in_children: bool = True, in_large_pages: bool = True) -> tuple[Tensor, _Pages]:
+    """Return such a tensor and its pages; if forked children do not have these, an access there ends the child."""
     spare = LARGE_PAGE if num_bytes >= LARGE_PAGE else 0
     pages = _Pages(-1, -(-num_bytes // PAGE) * PAGE + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % LARGE_PAGE if spare else 0
@@ -107,14 +107,8 @@ def pinned_bytes(device: torch.device, num_bytes: int) -> Tensor:
 
     It is registered in one piece, because a copy must not cross from one registration to the next. The driver looks up
     every page, so pages are large where the system has large ones, and touched before. A device whose driver registers
-    nothing gets memory that torch has pinned, rounded up to a power of two. Progress is logged at INFO.
-
-    Args:
-        device: without streams, memory for it need not be pinned.
-        num_bytes: 0 or more.
-
-    Raises:
-        OSError: the driver does not take the memory.
+    nothing gets memory that torch has pinned, rounded up to a power of two, and one without streams needs nothing
+    pinned. Progress is logged at INFO. Raises OSError if the driver does not take the memory.
     """
     if num_bytes == 0 or not devices.has_streams(device):
         return zeros(num_bytes, torch.uint8)

@@ -38,11 +38,7 @@ from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
 
 
 class AutomaticActivations(StepParticipant):
-    """Chooses for the layers of `model`, where it has layers to choose for.
-
-    Args:
-        engine: that offloads; None: nothing does.
-    """
+    """Chooses for the layers of `model`, where it has layers to choose for; without an engine nothing offloads."""
 
     def __init__(self, model: WrappedModel, engine: ActivationEngine | None) -> None:
         self._model, self._engine = model, engine
@@ -50,7 +46,7 @@ class AutomaticActivations(StepParticipant):
         self._has_begun = self._trains = False
         self._saved: Mapping[str, str] = {}
         self._names: tuple[str, ...] = ()
-        """Of the layers of all ranks."""
+        """The paths of the layers of all ranks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy as one that has yet to choose: the layers of a copied model are plain modules again."""
@@ -84,7 +80,7 @@ class AutomaticActivations(StepParticipant):
             self._has_begun = True
             self._chooser = self._new_chooser()
         chooser = self._chooser
-        if chooser is not None and not chooser.is_done:
+        if chooser is not None:
             chooser.begin_step()
             if chooser.facts is not None and state.dp_rank == 0:
                 announce([_line(chooser)])
@@ -113,7 +109,11 @@ class AutomaticActivations(StepParticipant):
                 "memory_budget_gib has no effect: there is no layer to choose for; call"
                 ' smp.set_activation_checkpointing(layers, strategy="auto")',
             )
-        here = {name: layer for name, layer in marked.items() if _is_here(layer.module)}
+        here = {
+            name: layer
+            for name, layer in marked.items()
+            if state.pp_size == 1 or state.pp_rank in ModuleCall.of(layer.module).pp_ranks
+        }
         if not here:
             return None  # nor have the other ranks of this stage, so nobody waits for this one
         allowed = {Choice.KEEP, Choice.OFFLOAD if cfg.offload_activations is True else Choice.RECOMPUTE}
@@ -166,10 +166,9 @@ def _line(chooser: Chooser) -> str:
 
 
 def _marked(root: nn.Module, *, offloads: bool) -> Iterator[tuple[str, ChosenCheckpoint]]:
-    """Yield the layers to choose for, by path, those of all ranks; of nested ones the outermost.
+    """Yield the layers of all ranks to choose for, by path; of nested ones the outermost.
 
-    Args:
-        offloads: whether to choose for layers that are checkpointed in any case, too.
+    `offloads`: also those that are checkpointed in any case, whose inputs may leave or stay.
     """
     seen: set[nn.Module] = set()
     for name, module in root.named_modules():
@@ -183,10 +182,6 @@ def _marked(root: nn.Module, *, offloads: bool) -> Iterator[tuple[str, ChosenChe
             call.checkpointing = ChosenCheckpoint(module, call.checkpointing.preserve_rng_state, may_keep=False)
         if isinstance(call.checkpointing, ChosenCheckpoint):
             yield name, call.checkpointing
-
-
-def _is_here(module: nn.Module) -> bool:
-    return state.pp_size == 1 or state.pp_rank in ModuleCall.of(module).pp_ranks
 
 
 def _planned_live() -> int:

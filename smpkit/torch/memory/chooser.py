@@ -69,12 +69,9 @@ class Chooser:
         tensors: returns weights and buffers of this process, as they are now.
         link: whose clock is used, and over which inputs leave.
         engine: that offloads; None: nothing does.
-        limit_bytes: that the device may hold.
-        allowed: what may be chosen.
         agree: returns the largest of each number among all ranks that must choose alike.
         lead: that the engine was given; None: it learns.
-        microbatches: in a step.
-        live: how many of them are held at a time.
+        live: how many microbatches are held at a time.
         any_optimizer: as for `Updates`.
     """
 
@@ -122,11 +119,7 @@ class Chooser:
         return {name: layer.choice for name, layer in self.layers.items()}
 
     def take(self, choices: Mapping[str, Choice]) -> None:
-        """Do what was chosen before, and measure nothing.
-
-        Raises:
-            UsageError: the choices are for other layers.
-        """
+        """Do what was chosen before, and measure nothing."""
         if choices.keys() != self.layers.keys():
             other = sorted(choices.keys() ^ self.layers.keys())
             raise UsageError(f"these choices are for other layers: {', '.join(other[:3])}", hint="fit the same model")
@@ -261,10 +254,9 @@ class Chooser:
         self._choose()
 
     def _numbers_of_layers(self, probes: Sequence[Probe]) -> dict[str, tuple[float, float, int, int]]:
-        """Return what each layer that was called takes for a microbatch; see [Note: one step is not enough].
+        """Return the seconds of a layer's forward and recomputation and the bytes it saves and is given, by name.
 
-        Returns:
-            By name the seconds of its forward and of its recomputation, and the bytes that it saves and is given.
+        Of each layer that was called, for one microbatch; see [Note: one step is not enough].
         """
         count = self._microbatches
         sizes: dict[str, tuple[int, int]] = {}

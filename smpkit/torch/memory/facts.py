@@ -23,17 +23,17 @@ class StepFacts:
     names: tuple[str, ...]
     layers: tuple[ChainLayer, ...]
     first_bytes: int
-    """Of the inputs of the first layer: as much larger as they become, so does all that depends on the batch."""
+    """The size of the first layer's inputs; all that depends on the batch grows with them."""
     static_bytes: float
-    """Of weights, gradients and states, whatever the batch."""
+    """Weights, gradients and optimizer states, which do not depend on the batch."""
     dynamic_bytes: float
-    """What the device held beside these and what the layers kept, at most: logits, say, or a recomputation."""
+    """The most that the device held beside these and what layers kept: logits, say, or a recomputation."""
     forward_bytes: float
     """The same until the first recomputation; infinite if not every layer is called exactly once in a forward."""
     busy_seconds: float
-    """A step with every layer holding as little as it can, without what it waited for copies."""
+    """How long a step takes in which layers hold as little as they can, without its waits for copies."""
     stall_seconds: float
-    """What it waited."""
+    """How long such a step waited for copies."""
     microbatches: int
     limits: ChainLimits
     """What the device has for everything, and what the host has for the layers."""
@@ -41,7 +41,7 @@ class StepFacts:
 
     @property
     def room(self) -> ChainLimits:
-        """What there is for what depends on the batch."""
+        """The limits of what depends on the batch."""
         room = max(0.0, self.limits.device_bytes - self.static_bytes)
         forward = None if self.limits.overlaps or math.isinf(self.forward_bytes) else self.forward_bytes
         return replace(self.limits, device_bytes=room, outside_bytes=self.dynamic_bytes, forward_bytes=forward)

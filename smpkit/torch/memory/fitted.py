@@ -131,16 +131,16 @@ class FitReport:
 
     layers: tuple[LayerFit, ...]
     limit_bytes: int
-    """That the device may hold."""
+    """How much the device may hold."""
     other_bytes: int
-    """Of the limit: weights, gradients, optimizer states, and the most that was there beside what layers keep, such as
-    logits or the recomputation of a layer."""
+    """The part of it that weights, gradients and optimizer states take, and the most that was there beside what layers
+    keep, such as logits or the recomputation of a layer."""
     device_bytes: int
     """The peak on the device, predicted."""
     peak_bytes: int | None
     """The peak on the device since the choice; None: the device does not count."""
     host_bytes: int
-    """Of activations on the host, predicted."""
+    """The size of activations on the host, predicted."""
     step_seconds: float
     """Predicted, from one forward to that of the next step."""
     least_seconds: float
@@ -184,7 +184,7 @@ class Fitted:
         self._live = weakref.WeakSet[_Forward]()
         """Forwards that a backward may still come to."""
         self._last_output: Any = None
-        """Of the latest layer of the forward that runs."""
+        """What the latest layer of the forward that runs has returned."""
         self._had_backward = self._in_forward = False
         for layer in chooser.layers.values():
             layer.watch = self._run_layer
@@ -317,11 +317,7 @@ def _with_graph(output: Any) -> list[Tensor]:
 
 
 def _layers(model: nn.Module, chosen: Sequence[nn.Module] | None) -> dict[str, nn.Module]:
-    """Return the layers to choose for, by path.
-
-    Raises:
-        UsageError: there are none, or something else takes care of them.
-    """
+    """Return the layers to choose for, by path; it is an error if something else takes care of them."""
     kind = type(model).__name__
     wrapped: object = state.model
     if wrapped is not None and any(module is wrapped for module in model.modules()):

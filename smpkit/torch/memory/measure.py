@@ -24,7 +24,7 @@ from smpkit.torch.offload.link import Link
 from smpkit.torch.placement.dtensor import local_tensor_of
 
 _USABLE: Final = 0.95
-"""Of the device: its driver, its libraries and the allocator's fragments have the rest."""
+"""The part of a device that tensors can have: driver, libraries and the allocator's fragments take the rest."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Calls:
     first: list[tuple[Any, Any]] = field(default_factory=list)
     """Stamps before and after each forward."""
     again: list[tuple[Any, Any]] = field(default_factory=list)
-    """The same of recomputations."""
+    """Stamps before and after each recomputation."""
 
 
 class _Storages(dict[int, tuple[StorageWeakRef, int]]):
@@ -54,7 +54,6 @@ class _Storages(dict[int, tuple[StorageWeakRef, int]]):
                 self[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
 
     def num_bytes_beside(self, others: Collection[int] = ()) -> int:
-        """Return the size of those that are not among others."""
         return sum(num_bytes for storage, (_, num_bytes) in self.items() if storage not in others)
 
 
@@ -73,12 +72,8 @@ def input_bytes(args: Any, kwargs: Any) -> int:
 class Probe:
     """Measures one step, which begins with it.
 
-    What several layers save or are given, such as a mask, counts for the first of them: it is there once.
-
-    Args:
-        link: whose clock is used.
-        stays: tensors that are there in any case: weights and buffers.
-        engine: whose stalls are no part of the work.
+    What several layers save or are given, such as a mask, counts for the first of them: it is there once. What `stays`
+    is there in any case: weights and buffers. The engine's stalls are no part of the work.
     """
 
     def __init__(self, link: Link, stays: Iterable[Tensor], engine: ActivationEngine | None = None) -> None:
@@ -86,7 +81,7 @@ class Probe:
         self._known = _storages_of([tensor.detach() for tensor in stays])
         self.calls: dict[str, Calls] = {}
         self.first_bytes = 0
-        """Given to the first layer, at most."""
+        """The most that the first layer was given."""
         self.forward_bytes = 0
         """The most that the device held before the first recomputation; 0: not known, or the CPU."""
         self.busy_seconds = self.stall_seconds = 0.0
@@ -170,7 +165,7 @@ class Updates:
     ) -> None:
         self._tensors, self._device, self._any_optimizer = tensors, device, any_optimizer
         self._sizes: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """By optimizer: the states of one that the script has replaced are gone with it."""
+        """The size of each optimizer's states; those of one that the script has replaced are gone with it."""
         self.num_updates = 0
         self.peak_bytes = 0
         """0: not known, or the CPU."""
@@ -178,7 +173,7 @@ class Updates:
 
     @property
     def state_bytes(self) -> int:
-        """Of the states of all optimizers that have made a step, and of the masters that they update."""
+        """The size of the states of all optimizers that have made a step, and of the masters that they update."""
         return sum(self._sizes.values())
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -210,9 +205,6 @@ def device_limit(name: str, device: torch.device, limit_gib: float | None, num_s
         name: of the setting.
         limit_gib: its value; None: the device, less what tensors cannot have.
         num_sharers: how many processes share a CPU, of which each may fill its part; None: `limit_gib` must tell.
-
-    Raises:
-        UsageError: the device has less, or nobody tells how much it has.
     """
     total = devices.total_bytes(device)
     if limit_gib is not None:

@@ -57,7 +57,7 @@ class Block:
         self.memory = memory
         """A flat uint8 tensor."""
         self.after = self.last_read = place.last_read
-        """What must be over before anybody writes to it; and what must be, before the next owner does."""
+        """What must be over before this owner writes to the block, and before the next one does."""
 
     def __del__(self) -> None:
         self._place.last_read = self.last_read
@@ -66,15 +66,10 @@ class Block:
 
 
 class Arena:
-    """Blocks of host memory under a budget. `take` belongs to one thread at a time.
+    """Blocks of host memory under a budget; None: no bound. `take` belongs to one thread at a time.
 
     Args:
-        budget_bytes: the most that the arena holds; None: no bound.
-        allocate: where slabs come from.
         finish: blocks until no copy uses the memory; called before it goes back to the system.
-
-    Raises:
-        UsageError: a budget that is not positive.
     """
 
     def __init__(
@@ -157,7 +152,6 @@ def arena_for(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Are
     """Return host memory for a device's link.
 
     Args:
-        link: what copies from it and to it.
         budget_bytes: the most that it takes; None: this process's part of three quarters of what is free.
         num_sharers: how many processes of this machine do the same.
     """

@@ -48,7 +48,7 @@ class _Saved:
         """Flat bytes on the device; held until their copy is complete, even if the user frees the tensor."""
         self.num_bytes = storage.nbytes()
         self.stream: Hashable = engine.link.stream()
-        """Whose work uses `data`."""
+        """The stream whose work uses `data`."""
         self.block: Block | None = None
         self.host: Tensor | None = None
         """Its piece of the block."""
@@ -119,11 +119,9 @@ class _Parked(Parked):
         return f"`{self.name}`" if self.microbatch is None else f"`{self.name}` (microbatch {self.microbatch})"
 
     def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
-        """Park one more tensor."""
         self._engine.add(self, tensor, must_leave)
 
     def take(self) -> list[Tensor]:
-        """Return the tensors on the device; the current stream may use them at once."""
         self._engine.bring_back(self)
         tensors = [tensor.take(self.label) for tensor in self.tensors]
         self._engine.let_go(self)
@@ -134,13 +132,7 @@ class _Parked(Parked):
 
 
 class ActivationEngine(Offloader):
-    """Offloads what checkpointed calls keep.
-
-    Args:
-        lead: how many layers ahead loads are issued; "auto" learns the smallest number without a stall.
-        min_bytes: smaller tensors stay; None: what the link thinks worth it.
-        rank: for reports.
-    """
+    """Offloads what checkpointed calls keep; see `make_engine` for its settings."""
 
     def __init__(
         self,
@@ -161,10 +153,10 @@ class ActivationEngine(Offloader):
         """Called with a call's label, and the link's stamps before and after each wait for one of its copies."""
         self._min_bytes = max(1, link.min_bytes if min_bytes is None else min_bytes)
         self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        """By storage, to recognise one that several calls keep."""
+        """By the address of the storage, to recognise one that several calls keep."""
         self._parked: weakref.WeakValueDictionary[int, _Parked] = weakref.WeakValueDictionary()
         self._leaving: deque[tuple[int, weakref.ref[_Saved]]] = deque()
-        """What is being copied out, by the number of its call, the oldest first."""
+        """What is being copied out, with the number of its call, the oldest first."""
         self._loaded: set[int] = set()
         """Calls that were loaded ahead, and that backward has not come to."""
         self._microbatch: int | None = None
@@ -175,11 +167,9 @@ class ActivationEngine(Offloader):
     # --- the life of a step ------------------------------------------------------------------------------------------
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """Take the order in which this step's backwards come from the actions of this rank."""
         self.order.follow(actions)
 
     def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
-        """Note that a pipeline's action begins, and load what is needed soon."""
         self._microbatch, self._current = microbatch, None
         self.order.begin(kind, segment, microbatch)
         self._load_ahead()
@@ -208,23 +198,20 @@ class ActivationEngine(Offloader):
         self._loaded.clear()
 
     def footprint(self) -> int:
-        """Return the host memory that the live graphs would take if all that they keep were there."""
         kept = {saved for parked in self._parked.values() for saved in parked.saved}
         return sum(aligned(saved.num_bytes) for saved in kept)
 
     def reserve(self, num_bytes: int) -> None:
-        """Take host memory now, so that no step has to ask the system for it."""
         self.arena.reserve(num_bytes)
 
     def use(self) -> OffloadUse:
-        """Return what is held now, and was moved since the step began."""
         arena, stats = self.arena, self.stats
         stats.hold(0)
         arena.collect()
         return OffloadUse(stats.device_bytes, arena.used_bytes, arena.mapped_bytes, stats.bytes_out, stats.bytes_back)
 
     def close(self) -> None:
-        """Wait for all copies."""
+        """Block this thread until all copies have ended."""
         self.link.close()
 
     # --- forward: from the device to the host ------------------------------------------------------------------------
@@ -447,14 +434,12 @@ def make_engine(
     """Return an engine for a device.
 
     Args:
-        device: whose memory tensors leave.
-        lead: how many layers ahead loads are issued, or "auto".
+        lead: how many layers ahead loads are issued; "auto" learns the smallest number without a stall.
         horizon: over how many of this rank's next pipeline actions loads may reach; None: no bound.
         min_bytes: smaller tensors stay on the device; None: what is worth a copy there.
         host_budget_bytes: the most host memory; None: this process's part of three quarters of what is free.
-        link: the device's link; None: its own.
+        link: None: the device's own.
         deadline_seconds: of every wait for a copy.
-        rank: for reports.
         num_sharers: how many processes of this machine share its memory.
     """
     link = link or link_for(device, deadline_seconds)

@@ -36,7 +36,7 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     number: int
-    """Of two events of one stream the later one has the larger number."""
+    """It grows from one event of a stream to the next."""
 
     def done(self) -> bool:
         """Return whether that work is complete; does not block."""
@@ -123,7 +123,6 @@ class _StreamEvent:
         self._is_done = False
 
     def done(self) -> bool:
-        """Return whether the stream has reached this event."""
         self._is_done = self._is_done or _is_complete(self.event)
         return self._is_done
 
@@ -131,9 +130,7 @@ class _StreamEvent:
 class AcceleratorLink(Link):
     """Two copy streams of a GPU or another accelerator, beside the one that computes.
 
-    Args:
-        device: the accelerator.
-        deadline_seconds: no wait of this thread lasts longer.
+    No wait of this thread lasts longer than the deadline.
     """
 
     runs_ahead = True
@@ -149,27 +146,21 @@ class AcceleratorLink(Link):
         self.out_bytes_per_second, self.back_bytes_per_second = _speeds[self.device]
 
     def stream(self) -> torch.Stream:
-        """Return the current stream."""
         return torch.accelerator.current_stream(self.device)
 
     def now(self) -> Event:
-        """Return an event of the current stream."""
         return _StreamEvent(self.stream())
 
     def send(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Copy on the stream to the host."""
         return _copy(self._out, copies, after)
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Copy on the stream from the host."""
         return _copy(self._back, copies, after)
 
     def wait(self, event: Event, what: str) -> None:  # noqa: ARG002 - this thread goes on
-        """Let the current stream wait."""
         _order_after(self.stream(), event)
 
     def before_reuse(self, data: Tensor, event: Event, stream: Hashable) -> None:
-        """Let the stream wait whose work has used the memory, and tell the allocator if another stream owns it."""
         # The wait comes first: `record_stream` alone frees memory when the allocator happens to check, and the peak
         # would depend on chance. torch ignores it for the stream that owns the memory.
         assert isinstance(stream, torch.Stream)
@@ -177,7 +168,6 @@ class AcceleratorLink(Link):
         data.record_stream(stream)
 
     def synchronize(self, event: Event, what: str) -> None:
-        """Block this thread until `event`."""
         # Polled with a deadline: a device that hangs must not hang this thread.
         deadline = time.monotonic() + self._deadline_seconds
         while not event.done():
@@ -191,17 +181,14 @@ class AcceleratorLink(Link):
             time.sleep(_POLL_SECONDS)
 
     def stamp(self) -> torch.Event:
-        """Return an event with a time stamp."""
         event = devices.record_event(self.device, keeps_time=True)
         assert event is not None, "the device has streams"
         return event
 
     def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
-        """Return the time between two stamps."""
         return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
 
     def close(self) -> None:
-        """Wait for all copies."""
         for name, stream in (("out", self._out), ("back", self._back)):
             self.synchronize(_StreamEvent(stream), f"closing the copy stream {name}")
 
@@ -245,9 +232,5 @@ def _is_complete(event: torch.Event) -> bool:
 
 
 def link_for(device: torch.device, deadline_seconds: float) -> Link:
-    """Return the link of a device.
-
-    Args:
-        deadline_seconds: no wait of this thread for a copy lasts longer.
-    """
+    """Return the link of a device; no wait of this thread for a copy lasts longer than the deadline."""
     return AcceleratorLink(device, deadline_seconds) if devices.has_streams(device) else Link()

@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 from typing import Any, Final, Literal
 
 from smpkit.errors import UsageError
-from smpkit.plan.offload.work import MAX_LEAD, auto_lead
+from smpkit.plan.offload.work import auto_lead
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.link import Link
@@ -68,7 +68,7 @@ class BackwardOrder:
     # --- what has happened -------------------------------------------------------------------------------------------
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """Predict from these actions of this rank, starting with the first; if empty, from what forward did."""
+        """Predict from these actions of this rank, starting with the first; without any, from what forward did."""
         self._actions, self._position = actions, -1
 
     def begin(self, kind: Kind, segment: int, microbatch: int) -> None:
@@ -155,11 +155,7 @@ class BackwardOrder:
 
 
 class LeadTuner:
-    """Keeps the lead: a given one, or the smallest with which the last step would not have stalled.
-
-    Args:
-        lead: in layers; "auto" learns.
-    """
+    """Keeps the lead: a number of layers, or with "auto" the least that would have spared the last step its stalls."""
 
     def __init__(self, link: Link, lead: Lead) -> None:
         self._link, self._learns = link, lead == "auto"
@@ -190,5 +186,5 @@ class LeadTuner:
             for _, num_bytes in layers
         ]
         # The last layer has no successor and hence no duration; count its load all the same, it is the most urgent.
-        needed = auto_lead([*compute, 0.0], loads, MAX_LEAD)
+        needed = auto_lead([*compute, 0.0], loads)
         self.lead = max(needed, self.lead - 1)  # shrink slowly: one quiet step proves little

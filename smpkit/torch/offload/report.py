@@ -79,12 +79,7 @@ def _text(num_bytes: int) -> str:
 
 
 class OffloadStats:
-    """The engine's counters while steps run.
-
-    Args:
-        link: whose clock is used.
-        rank: for reports.
-    """
+    """The engine's counters while steps run, by the clock of its link."""
 
     def __init__(self, link: Link, rank: int) -> None:
         self._link = link
@@ -122,8 +117,9 @@ class OffloadStats:
         arena.collect()
         # Waits that the device has not reached yet are reported with the next step.
         stalls, self._waits = self._stalls()
+        total = self._total
         report = StepReport(
-            self._total.num_steps,
+            total.num_steps,
             self.bytes_out,
             self.bytes_back,
             self.kept_bytes,
@@ -133,7 +129,6 @@ class OffloadStats:
             stalls,
         )
         self._steps.append(report)
-        total = self._total
         self._total = replace(
             total,
             num_steps=total.num_steps + 1,

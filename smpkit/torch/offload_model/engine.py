@@ -29,10 +29,10 @@ from smpkit.torch.offload.link import DONE, Event, link_for
 from smpkit.torch.offload_model.slices import Layout, Slice
 
 DEADLINE_SECONDS: Final = 600.0
-"""Of every wait of this thread for a copy."""
+"""No wait of this thread for a copy lasts longer."""
 _NO_TASK: Final = -1
 _PIECE: Final = 16 << 20
-"""Elements of a gradient that are cast on their way: the device holds so many in the wider type meanwhile."""
+"""Elements of a gradient that are copied at a time: while they are cast, the device holds them in both types."""
 
 
 class Updater(Protocol):
@@ -53,13 +53,27 @@ class _Sum:
     terms: list[tuple[nn.Parameter, Tensor]]
 
 
+@dataclass
+class _Slot:
+    """A buffer on the device, which slices take in turn, and what belongs to it."""
+
+    weights: Tensor | None = None
+    """The buffer; None until a slice is loaded."""
+    loaded: int | None = None
+    """Which slice is in it, or on its way there."""
+    load: Event = DONE
+    slab: Tensor | None = None
+    """A buffer on the host for gradients that are added to others, or used up in the backward."""
+    slab_user: Slice | None = None
+    sum: _Sum | None = None
+
+
 class Engine:
     """Moves the slices of one model.
 
     Args:
         slices: the last is the resident one.
         in_place: whether slices compute with the parameters where they are.
-        prefetch: load the next slice while one computes.
         group: over which gradients are averaged before they leave the device.
     """
 
@@ -78,20 +92,14 @@ class Engine:
         self.wants_norms = False
         self._resident = len(slices) - 1
         self._prefetch, self._group = prefetch, group
-        self._weights: list[Tensor | None] = [None] * 3
+        self._slots = [_Slot() for _ in range(3)]
         self._views: dict[int, list[Tensor]] = {}
-        self._loaded: list[int | None] = [None] * 3
-        """Which slice is in each buffer, or on its way there."""
-        self._loads: list[Event] = [DONE] * 3
+        """The weights of slices in their buffers on the device."""
         self._last_load: Event = DONE
         self._leaving: tuple[list[Tensor], Event, Hashable] = [], DONE, None
         """Gradients of the latest slice that are copied to the host, and the stream that made them."""
         self._homes: dict[int, Tensor] = {}
         """Buffers on the host for gradients, by slice."""
-        self._slabs: list[Tensor | None] = [None] * 3
-        """Buffers on the host for gradients that are added to others, or used up in the backward."""
-        self._slab_users: list[Slice | None] = [None] * 3
-        self._sums: list[_Sum | None] = [None] * 3
         self._norms: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         """On the device, with the gradient that they are of, and its version."""
         self._versions: dict[int, list[int]] = {}
@@ -102,7 +110,7 @@ class Engine:
         self._current: int | None = None
         """The slice whose forward runs."""
         self._before: dict[int, list[Tensor | None]] = {}
-        """What the parameters of slices in their backward had as their gradients."""
+        """The gradients that parameters had before the backward of their slice."""
         # Copies must end before the memory goes that they use.
         weakref.finalize(self, self.link.close)
         if not in_place:
@@ -128,21 +136,24 @@ class Engine:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def _slot(self, index: int) -> int:
-        return 2 if index == self._resident else index % 2
+    def _slot(self, index: int) -> _Slot:
+        return self._slots[2 if index == self._resident else index % 2]
+
+    def _slices_of(self, slot: _Slot) -> Iterator[Slice]:
+        return (piece for piece in self.slices if self._slot(piece.index) is slot)
 
     def load(self, index: int) -> None:
         """Start to copy a slice to the device, unless it is there; its updates are waited for."""
         slot, piece = self._slot(index), self.slices[index]
-        if self._loaded[slot] == index:
+        if slot.loaded == index:
             return
         piece.make_ready(self.link)
-        self._loaded[slot] = index
+        slot.loaded = index
         if self.in_place or not piece.layout.num_bytes:
             return
         target = self._buffer(slot)[: piece.layout.num_bytes]
         # After the computation with the slice that was in this buffer, which has been enqueued already.
-        self._loads[slot] = self._last_load = piece.reading = self.link.fetch([(piece.host, target)], [self.link.now()])
+        slot.load = self._last_load = piece.reading = self.link.fetch([(piece.host, target)], [self.link.now()])
 
     def enter(self, index: int) -> None:
         """Let the parameters of a slice be those on the device."""
@@ -155,7 +166,7 @@ class Engine:
         if self.in_place:
             return
         slot = self._slot(index)
-        self.link.wait(self._loads[slot], f"slice {index}")
+        self.link.wait(slot.load, f"slice {index}")
         if index not in self._views:
             with torch.inference_mode(False):
                 self._views[index] = piece.layout.views(self._buffer(slot))
@@ -170,13 +181,12 @@ class Engine:
             for parameter, master in zip(piece.parameters, piece.masters, strict=True):
                 parameter.data = master
 
-    def _buffer(self, slot: int) -> Tensor:
-        buffer = self._weights[slot]
-        if buffer is None:
-            num_bytes = max(piece.layout.num_bytes for piece in self.slices if self._slot(piece.index) == slot)
+    def _buffer(self, slot: _Slot) -> Tensor:
+        if slot.weights is None:
+            num_bytes = max(piece.layout.num_bytes for piece in self._slices_of(slot))
             with torch.inference_mode(False):  # later forwards may be trained
-                buffer = self._weights[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return buffer
+                slot.weights = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return slot.weights
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +200,8 @@ class Engine:
         if _NO_TASK not in (self._task, torch._C._current_graph_task_id()):
             raise UsageError("an OffloadModel was called in its own backward", hint="call it after the backward")
         self._abandon()
-        self._loaded = [None] * 3
+        for slot in self._slots:
+            slot.loaded = None
         self._begin(self._resident)
 
     def switch_to(self, index: int) -> None:
@@ -235,21 +246,17 @@ class Engine:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def watch(self, index: int | None, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
-        """Hear of the backward of a slice: from each tensor that it made, not from those that it handed on.
+        """Bring a slice (None: the resident one) when the gradient of a tensor is there that it made.
 
-        Args:
-            index: of the slice; None: the resident one.
+        A tensor that it only handed on tells nothing.
         """
         handed_on = {(id(tensor), tensor.grad_fn) for tensor in inputs}
         for tensor in outputs:
             if tensor.grad_fn is not None and (id(tensor), tensor.grad_fn) not in handed_on:
-                hear = functools.partial(self._hear, self._resident if index is None else index)
-                tensor.register_hook(hear)  # type: ignore[no-untyped-call]
+                hook = functools.partial(self.begin_backward, self._resident if index is None else index)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _hear(self, index: int, _: Tensor) -> None:
-        self.begin_backward(index)
-
-    def begin_backward(self, index: int) -> None:
+    def begin_backward(self, index: int, _gradient: Tensor) -> None:
         """Bring a slice: the gradient of one of its outputs is there."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
@@ -299,10 +306,8 @@ class Engine:
         gradients = [(each, each.grad.to_dense()) for each in piece.parameters if each.grad is not None]
         self._restore(piece)
         self._settle(slot)
-        updates_now, is_sum = (
-            self._get_updater() is not None,
-            any(parameter.grad is not None for parameter, _ in gradients),
-        )
+        updates_now = self._get_updater() is not None
+        is_sum = any(parameter.grad is not None for parameter, _ in gradients)
         if updates_now and is_sum:
             raise UsageError(
                 'a parameter has a gradient before a backward in which its OffloadOptimizer (overlap="backward")'
@@ -322,7 +327,7 @@ class Engine:
         self._leaving = [gradient for _, gradient in gradients], arrival, self.link.stream()
         arrived = [(parameter, view) for (parameter, _), view in zip(gradients, views, strict=True)]
         if is_sum:
-            self._sums[slot] = _Sum(arrival, arrived)
+            slot.sum = _Sum(arrival, arrived)
             return arrival
         for parameter, view in arrived:
             parameter.grad = view
@@ -349,7 +354,7 @@ class Engine:
         if self._get_updater() is None:  # which waits itself
             self.link.synchronize(self._leaving[1], "the gradients of a slice")
         self._release()
-        for slot in range(3):
+        for slot in self._slots:
             self._settle(slot)
         self.link.synchronize(self._last_load, "the weights of a slice")
 
@@ -371,7 +376,8 @@ class Engine:
             piece.is_entered = False
         self.link.synchronize(self._leaving[1], "the gradients of a slice")
         self._release()
-        self._sums = [None] * 3
+        for slot in self._slots:
+            slot.sum = None
         self._task, self._running = _NO_TASK, None
         if (updater := self._get_updater()) is not None:
             updater.forget()
@@ -394,9 +400,9 @@ class Engine:
         }
 
     @torch.no_grad()
-    def _settle(self, slot: int) -> None:
+    def _settle(self, slot: _Slot) -> None:
         """Add gradients that have come to a slab to those of before."""
-        waiting, self._sums[slot] = self._sums[slot], None
+        waiting, slot.sum = slot.sum, None
         if waiting is None:
             return
         self.link.synchronize(waiting.arrival, "the gradients of a slice")
@@ -412,17 +418,14 @@ class Engine:
 
     def _slab(self, piece: Slice, num_bytes: int) -> Tensor:
         slot = self._slot(piece.index)
-        if (user := self._slab_users[slot]) is not None:
+        if (user := slot.slab_user) is not None:
             user.wait_for_updates()
-        self._slab_users[slot] = piece
-        slab = self._slabs[slot]
-        if slab is None or slab.nbytes < num_bytes:
-            others = [other for other in self.slices if self._slot(other.index) == slot]
-            slab = self._slabs[slot] = pinned_bytes(self.device, max(other.gradient_bytes() for other in others))
-        return slab[:num_bytes]
+        slot.slab_user = piece
+        if slot.slab is None or slot.slab.nbytes < num_bytes:
+            slot.slab = pinned_bytes(self.device, max(each.gradient_bytes() for each in self._slices_of(slot)))
+        return slot.slab[:num_bytes]
 
     def _average(self, piece: Slice) -> None:
-        """Average the gradients of a slice over the group."""
         if self._group is None:
             return
         trained = [parameter for parameter in piece.parameters if parameter.requires_grad]

@@ -19,11 +19,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def split(inputs: Any, count: int) -> list[Any]:
-    """Return pieces of all tensors along dimension 0; at most one for each row.
-
-    Raises:
-        UsageError: tensors of different numbers of rows.
-    """
+    """Return pieces of all tensors along dimension 0, which must have one number of rows; at most one piece a row."""
     batched = [tensor for tensor in tensors_in(inputs) if is_batched(tensor)]
     if count == 1 or not batched:
         return [inputs]
@@ -43,14 +39,7 @@ def split(inputs: Any, count: int) -> list[Any]:
 
 
 def join(results: Sequence[Any], pieces: Sequence[Any]) -> Any:
-    """Return the results of all pieces as one, in the structure of the first; what all hand on is returned once.
-
-    Args:
-        pieces: what `split` has returned.
-
-    Raises:
-        UsageError: a tensor without rows for the samples.
-    """
+    """Return the results for all pieces as one, in the structure of the first; what all hand on is returned once."""
     if len(results) == 1:
         return results[0]
     most = max(tensor.shape[0] for piece in pieces for tensor in tensors_in(piece) if tensor.dim())

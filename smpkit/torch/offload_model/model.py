@@ -114,7 +114,7 @@ class OffloadModel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if model is None or (not isinstance(model, nn.Module) and not model) or _is_empty(model):
+        if not model and (isinstance(model, nn.Sequential) or not isinstance(model, nn.Module)):
             raise TypeError("`model` argument to `OffloadModel` cannot be None.")
         self.device = _known_device(_as_device("device", device))
         self.offload_device = _as_device("offload_device", offload_device)
@@ -330,8 +330,7 @@ def _call_all(functions: Sequence[Callable[[], object]]) -> None:
 def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | None) -> Callable[[], object]:
     """Bring the slice of a block for its calls in the model's forward; return what undoes this.
 
-    Args:
-        keeper: of its input, if it is checkpointed.
+    With a `keeper` of its input the block is checkpointed.
     """
     call = ModuleCall.on(block)
     before = call.checkpointing
@@ -394,10 +393,6 @@ def _layers_at(model: Any, paths: Sequence[str]) -> list[nn.Module]:
     if not layers:
         raise UsageError(f"layers names {list(paths)}, which hold no modules")
     return layers
-
-
-def _is_empty(model: object) -> bool:
-    return isinstance(model, nn.Sequential) and len(model) == 0
 
 
 def _leaves_its_input(layer: nn.Module) -> bool:

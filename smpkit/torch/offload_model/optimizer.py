@@ -33,7 +33,7 @@ class _Part:
     """Parameters of the slice, and what the optimizer has for them: the same memory, with gradients of their own. So
     the script may clear gradients, and forwards may run, while the thread updates."""
     groups: list[int]
-    """Which of the user's groups its own are."""
+    """The position of each of its groups among the user's groups."""
     is_first: bool = True
     """Whether the next update is the first with these states."""
 

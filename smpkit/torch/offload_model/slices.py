@@ -24,7 +24,7 @@ from smpkit.torch.distributed.host_memory import pinned_bytes, zeros
 from smpkit.torch.offload.link import DONE, Event, Link
 
 Balance = Literal["params", "bytes"]
-"""What slices have equal shares of."""
+"""Whether slices have equal numbers of parameters or of bytes."""
 _ALIGNMENT: Final = 64
 """Elements: enough for the vector loads of every dtype, and equal in buffers of different dtypes."""
 
@@ -39,7 +39,7 @@ def cut_layers(
 
     Args:
         layers: in the order in which they are called.
-        num_slices: how many are wanted; more than there are layers means one layer each.
+        num_slices: at most; more than there are layers means one layer each.
         may_begin: whether a layer can be the first of a slice; where it cannot, the cut is one layer later.
     """
     if balance not in ("params", "bytes"):
@@ -58,12 +58,7 @@ def cut_layers(
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuse a model whose weights cannot be moved.
-
-    Raises:
-        UsageError: a parameter has no shape yet.
-        UnsupportedError: a lookup writes to its table in each forward.
-    """
+    """Refuse a model whose weights cannot be moved."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UnsupportedError(

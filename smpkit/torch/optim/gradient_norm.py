@@ -66,8 +66,8 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
-    tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    unique = {id(each): each for each in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)}
+    tensors = _listed(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    unique = {id(each): each for each in tensors}
     _check_not_held(unique.values())
     pairs = gradients_of(unique.values())
     norm = global_norm(pairs, norm_type)
@@ -86,6 +86,10 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor,
     return [(each, each.grad) for each in parameters if each.grad is not None]
 
 
+def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
 def _check_finite(norm: torch.Tensor) -> None:
     if not bool(torch.isfinite(norm)):
         raise UsageError(
@@ -101,7 +105,6 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     Args:
         gradients: this rank's parameters of the model with a gradient of each, which may be another tensor than its
             `grad` (that of a master weight, say); the parameter tells on which ranks it counts.
-        norm_type: the p of the p-norm, or infinity.
 
     Returns:
         A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
@@ -130,15 +133,15 @@ def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor
     total: torch.Tensor
     if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
         total = torch.nn.utils.get_total_norm(gradients, norm_type)
-        return total
-    # torch's `get_total_norm` computes in the dtype of the gradients: half precision overflows and has few digits.
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_norm_dtype(each.dtype)) for each in gradients]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    else:  # torch's function computes in the dtype of the gradients: half precision overflows and has few digits
+        norms = [
+            torch.linalg.vector_norm(
+                each, norm_type, dtype=torch.float64 if each.dtype is torch.float64 else torch.float32
+            )
+            for each in gradients
+        ]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return total
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.no_grad()
@@ -162,7 +165,6 @@ def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 
     Args:
         tensors: what this rank holds of values that are divided as the parameters are (gradients, say).
-        parameters: of each tensor.
         norm_type: 2, or infinity for the largest absolute value.
     """
     filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # an empty tensor has no largest value
@@ -243,7 +245,7 @@ def _clip_grads_with_norm(
     total_norm: torch.Tensor,
     foreach: bool | None = None,
 ) -> None:
-    known = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    known = _listed(parameters)
     own = set() if state.model is None else set(map(id, state.model.local_parameters()))
     if any(id(each) in own for each in known):
         clip_to_norm((gradient for _, gradient in gradients_of(known)), max_norm, total_norm)
@@ -278,7 +280,7 @@ def _check_not_held(parameters: Iterable[torch.Tensor]) -> None:
 def _check_norm(
     original: Callable[..., None], parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
 ) -> None:
-    known = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    known = _listed(parameters)
     _check_not_held(known)
     original(known, *args, **kwargs)
 

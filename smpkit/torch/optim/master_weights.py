@@ -42,7 +42,6 @@ class MasterWeights:
     Args:
         optimizer: the user's, whose `param_groups` and `state` get the masters in place of the model's parameters.
         dtype: of the model.
-        scaler: the loss scale.
     """
 
     def __init__(self, optimizer: Any, dtype: torch.dtype, scaler: LossScaler) -> None:
@@ -115,8 +114,7 @@ class MasterWeights:
     def copy_from_model(self, *, keep_if_rounded: bool = False) -> None:
         """Make the masters equal to the model's weights, which something else than the optimizer has changed.
 
-        Args:
-            keep_if_rounded: leave masters that differ from their weight by its rounding only.
+        `keep_if_rounded`: but leave masters that differ from their weight by its rounding only.
         """
         self.create_missing()
         with torch.no_grad():
@@ -134,11 +132,7 @@ class MasterWeights:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def scale_for_backward(self) -> float:
-        """Return what the loss of the backward that comes next is multiplied with.
-
-        Raises:
-            UsageError: gradients of the same step have been unscaled already.
-        """
+        """Return what the loss of the backward that comes next is multiplied with."""
         if self._unscaled:
             raise UsageError(
                 "model.backward was called after gradients were clipped and before optimizer.step(), when they had been"
@@ -148,11 +142,7 @@ class MasterWeights:
         return self.loss_scale
 
     def unscale_gradients(self) -> None:
-        """Give the masters their unscaled gradients, and agree whether all are finite; does nothing the second time.
-
-        Raises:
-            UsageError: this rank does not know its part of the model yet.
-        """
+        """Give the masters their unscaled gradients, and agree whether all are finite; does nothing the second time."""
         if self._unscaled:
             return
         if not self.create_missing():
@@ -194,8 +184,7 @@ class MasterWeights:
     def gradients_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use.
 
-        Args:
-            parameters: of the model or the optimizer's groups; what is in no group has no part in the step.
+        Members of the optimizer's groups stand for their parameters; what is in no group has no part in the step.
         """
         self.unscale_gradients()
         wanted = {id(self.model_parameter_of(each)) for each in parameters}

@@ -40,9 +40,6 @@ def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> 
 
     What is kept in float32: modules of batch normalisation, rotary frequencies, and modules that a Hugging Face model
     names in `_keep_in_fp32_modules` (float16) or `_keep_in_fp32_modules_strict` (both).
-
-    Args:
-        weights: cast them too; else buffers only.
     """
     kept = frozenset(kept_in_float32(root, dtype))
     for module in root.modules():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,27 +24,6 @@ from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
-
-
-class LossScaler(Protocol):
-    """A loss scale, constant or adapted to the overflows of steps."""
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss of the next backward is multiplied with."""
-
-    @property
-    def at_minimum(self) -> bool:
-        """Whether an overflow would not make the scale smaller."""
-
-    def update_scale(self, overflow: bool) -> None:
-        """Adapt the scale to whether a gradient of the latest step was not finite."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict()` was taken; a dynamic scale takes the value of a static one too."""
 
 
 class StaticLossScaler:
@@ -62,7 +41,7 @@ class StaticLossScaler:
         return {"loss_scale": self.loss_scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: the script says what the scale is."""
+        """Do nothing: the script decides what the scale is."""
 
 
 @dataclass
@@ -102,13 +81,16 @@ class DynamicLossScaler:
 
     @property
     def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied with."""
         return self._scale
 
     @property
     def at_minimum(self) -> bool:
+        """Whether an overflow would not make the scale smaller."""
         return self._scale <= self.min_scale
 
     def update_scale(self, overflow: bool) -> None:
+        """Adapt the scale to whether a gradient of the latest step was not finite."""
         if overflow:
             self._good_steps = 0
             if self._forgiven_left:
@@ -132,9 +114,13 @@ class DynamicLossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where `state_dict()` was taken, or from the value of a static scale."""
         self._scale = max(float(state_dict["loss_scale"]), self.min_scale)
         self._good_steps = int(state_dict.get("good_steps", 0)) % self.scale_window
         self._forgiven_left = min(int(state_dict.get("forgiven_left", self.delayed_shift)), self.delayed_shift - 1)
+
+
+LossScaler = StaticLossScaler | DynamicLossScaler
 
 
 def loss_scaler_of(static: float | None, dynamic: bool, arguments: Mapping[str, Any]) -> LossScaler:
@@ -143,20 +129,17 @@ def loss_scaler_of(static: float | None, dynamic: bool, arguments: Mapping[str, 
     Args:
         static: the scale if it is not dynamic; None is 1.
         arguments: of DynamicLossScaler; SMP v1's scripts pass them as one dict, `dynamic_loss_args`.
-
-    Raises:
-        UsageError: an argument that does not exist, or a value out of its range.
     """
-    given = dict(arguments)
-    given.update(given.pop("dynamic_loss_args", None) or {})
+    settings = dict(arguments)
+    settings.update(settings.pop("dynamic_loss_args", None) or {})
     known = [field.name for field in fields(DynamicLossScaler)]
-    if unknown := sorted(given.keys() - set(known)):
+    if unknown := sorted(settings.keys() - set(known)):
         raise UsageError(
             f"DistributedOptimizer has no argument {', '.join(f'`{name}`' for name in unknown)}",
             hint=f"a dynamic loss scale takes {', '.join(f'`{name}`' for name in known)}",
         )
     if dynamic:
-        return DynamicLossScaler(**given)
+        return DynamicLossScaler(**settings)
     scale = 1.0 if static is None else float(static)
     if not 0 < scale < math.inf:
         raise UsageError(f"static_loss_scale must be more than 0, got {static!r}")

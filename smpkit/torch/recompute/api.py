@@ -162,20 +162,16 @@ def _check_module(function: str, module: object) -> None:
 
 
 def _group_size(strategy: object, others: str = "") -> int | None:
-    """Return how many layers a strategy groups; None: as many as lie on one rank.
-
-    Args:
-        others: what else would be valid, for the message.
-    """
+    """Return how many layers a strategy groups; None: as many as lie on one rank. An error names `others`, too."""
     if strategy == "contiguous":
         return None
-    found = re.fullmatch(r"each|group_([1-9][0-9]*)", strategy) if isinstance(strategy, str) else None
-    if found is None:
+    match = re.fullmatch(r"each|group_([1-9][0-9]*)", strategy) if isinstance(strategy, str) else None
+    if match is None:
         raise UsageError(
             f"strategy is {strategy!r}",
             hint=f"valid are {others}`each`, `contiguous`, and `group_N`, such as `group_2`",
         )
-    return int(found[1] or 1)
+    return int(match[1] or 1)
 
 
 def _check_chain(module: nn.Sequential) -> None:
@@ -193,11 +189,7 @@ def _kind(value: object) -> str:
 
 
 def check_checkpoint_ranks(root: nn.Module, placement: Mapping[str, int]) -> None:
-    """Check that modules to be checkpointed lie on one rank each, once the partition is known.
-
-    Raises:
-        UsageError: one does not, and the user placed it by hand.
-    """
+    """Check that modules to be checkpointed lie on one rank each, once the partition is known."""
     for name, module in root.named_modules():
         call = ModuleCall.of(module)
         if isinstance(call.checkpointing, ModuleCheckpoint) and _cannot_checkpoint(
@@ -207,10 +199,9 @@ def check_checkpoint_ranks(root: nn.Module, placement: Mapping[str, int]) -> Non
 
 
 def _cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
-    """Return whether a module lies on several pipeline ranks and hence cannot be checkpointed; warn once if so.
+    """Return whether a module lies on several pipeline ranks and hence cannot be checkpointed.
 
-    Raises:
-        UsageError: it does, and the user placed it by hand.
+    The user is warned once; to have placed it there by hand is an error.
     """
     if len(pp_ranks) < 2:
         return False
@@ -227,16 +218,13 @@ def _cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
 
 
 class SequentialCheckpoint:
-    """Checkpoints each call of a Sequential in groups of neighbouring layers.
+    """Checkpoints each call of a Sequential in groups of neighbouring layers, of at most `size` layers.
 
-    Args:
-        size: the most layers of a group; None: as many as lie on one rank.
+    None: as many as lie on one rank.
     """
 
     def __init__(self, module: nn.Sequential, preserve_rng_state: bool, size: int | None) -> None:
-        self._module = module
-        self._preserve_rng_state = preserve_rng_state
-        self._size = size
+        self._module, self._preserve_rng_state, self._size = module, preserve_rng_state, size
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
         return functools.partial(self._run, original)

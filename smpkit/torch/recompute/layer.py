@@ -37,11 +37,7 @@ _warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
 
 class ModuleCheckpoint:
-    """Checkpoints each call of `module`.
-
-    Args:
-        keeper: has its inputs until backward; None: what is installed in this process.
-    """
+    """Checkpoints each call of `module`; `keeper` has its inputs until backward, as for `run_checkpointed`."""
 
     def __init__(self, module: nn.Module, preserve_rng_state: bool, keeper: Offloader | None = None) -> None:
         self.module, self.preserve_rng_state, self._keeper = module, preserve_rng_state, keeper
@@ -71,11 +67,7 @@ class ModuleCheckpoint:
 
 
 class ChosenCheckpoint(ModuleCheckpoint):
-    """Runs each call of `module` as it was chosen; without a watch it checkpoints.
-
-    Args:
-        may_keep: whether the layer may do without recomputation.
-    """
+    """Runs each call of `module` as it was chosen; without a watch it checkpoints."""
 
     choice = Choice.OFFLOAD
     """Without an engine that offloads, the same as RECOMPUTE."""
@@ -92,6 +84,7 @@ class ChosenCheckpoint(ModuleCheckpoint):
     ) -> None:
         super().__init__(module, preserve_rng_state, keeper)
         self.may_keep = may_keep
+        """Whether the layer may do without recomputation."""
 
     def run_chosen(self, call: OriginalCall, args: Any, kwargs: Any) -> Any:
         """Run a call as it was chosen."""

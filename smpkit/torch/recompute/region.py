@@ -57,11 +57,7 @@ def run_checkpointed(
 
     Args:
         function: calls `modules` and nothing else.
-        preserve_rng_state: whether recomputation draws the same random numbers.
         keeper: has the inputs until backward; None: what is installed in this process.
-
-    Raises:
-        UsageError: in backward, if the call cannot be repeated.
     """
     if torch.compiler.is_compiling():  # torch.compile can trace torch's checkpoint, but not ours
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
@@ -123,10 +119,8 @@ class _Region:
     Args:
         function: called by the caller in `recording`, and by the region in backward.
         modules: that the function runs, the outermost first.
-        weights: theirs.
-        tensors: its arguments.
-        arguments: of which these are the tensors.
-        name: of the first of them, or of the function, for reports and errors.
+        tensors: those in `arguments`.
+        name: of the module, or of the function, for reports and errors.
         keeper: has the inputs until backward.
         contexts: of the user, around the forward and around its recomputation.
         stops_early: whether a recomputation ends with the last tensor that backward needs.
@@ -170,7 +164,7 @@ class _Region:
 
     @contextlib.contextmanager
     def recording(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Be around the forward, which begins with these tensors."""
+        """Return a context for the forward, whose arguments have these tensors."""
         outer, recording.region = recording.region, self
         try:
             # Under hooks (of another checkpoint, whose recomputation makes the inputs again) inputs go where other
@@ -186,11 +180,7 @@ class _Region:
     def park_output(self, tensor: Tensor, must_leave: str | None) -> Callable[[], Tensor]:
         """Park the output of an operator, which is not run again in backward; return what gives it back then.
 
-        Args:
-            must_leave: the operator's name, if the output may not stay on the device.
-
-        Raises:
-            UsageError: it must leave, and cannot.
+        `must_leave` is the operator's name, if the output may not stay on the device.
         """
         # In a backward (an outer checkpoint runs this call again) it is needed at once, and stays.
         keeper, must_leave = (self._keeper, must_leave) if torch._C._current_graph_task_id() == -1 else (KEEPING, None)
@@ -345,7 +335,7 @@ def _text(expected: tuple[Any, ...]) -> str:
 _names: Final[weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, str]]] = (
     weakref.WeakKeyDictionary()
 )
-"""By wrapped model, the paths of its modules."""
+"""The paths of all modules, by the wrapped model that they are in."""
 
 
 def name_of(module: nn.Module) -> str:

@@ -12,9 +12,9 @@ units save what they need.
 
 [Note: policies that offload] In eager mode torch recomputes what `MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD` names. Its
 mode for the forward asks the policy, and then wraps what is to be saved in `_VersionWrapper`; its mode for backward
-returns what the wrapper's `get_val` returns. So the policy is heard on its way, torch is told to save, and the wrapper
-parks the output with the engine in place of holding it. A view has no memory of its own, and costs nothing to make
-again, so it is: that also keeps weights which a policy for all operators names from being copied.
+returns what the wrapper's `get_val` returns. So what the policy returns is noted on its way, torch is told to save, and
+the wrapper parks the output with the engine in place of holding it. A view has no memory of its own, and costs nothing
+to make again, so it is: that also keeps weights which a policy for all operators names from being copied.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Where both exist, the second only calls the first."""
 def _entered(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings
 ) -> _Generator:
-    """Be around a call of `function`."""
+    """Let a call of `function` run inside our region."""
     if (microbatch := microbatch_between_units()) is not None:
         # See [Note: checkpoints around several ranks].
         outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, settings)
@@ -63,12 +63,13 @@ def _entered(
             microbatch.unit_wrapper = outer
         return
     early_stop = getattr(torch_checkpoint, "_enable_checkpoint_early_stop", None)
+    modules, name = _module_and_name(function)
     with checkpointing(
         function,
-        _modules_of(function),
+        modules,
         args,
         kwargs,
-        _name_of(function),
+        name,
         preserve_rng_state=settings["preserve_rng_state"],
         contexts=_contexts(settings),
         stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
@@ -86,7 +87,7 @@ def _contexts(settings: _Settings) -> Any:
             "respect_saved_tensors_hooks=True of torch.utils.checkpoint is not served here",
             hint="leave it out: what a policy saves stays where it is, and what it offloads leaves for the host",
         )
-    if context_fn is not torch_checkpoint.noop_context_fn and not _hears_policies():
+    if context_fn is not torch_checkpoint.noop_context_fn and not _serves_policies():
         raise UsageError(
             f"selective checkpointing of torch {torch.__version__} is not known here, and its offload policies would be"
             " ignored",
@@ -150,14 +151,14 @@ class _Checkpoint(torch_checkpoint.CheckpointFunction):
 # --- selective checkpointing: see [Note: policies that offload] -------------------------------------------------------
 
 
-class _Heard(threading.local):
-    """What the policy has said of the operator that has just run."""
+class _LastPolicy(threading.local):
+    """What the policy returned for the operator that has just run."""
 
     offloads = False
     must_leave: str | None = None
 
 
-_heard: Final = _Heard()
+_last_policy: Final = _LastPolicy()
 _torch_wrapper: Final[Any] = getattr(torch_checkpoint, "_VersionWrapper", None)
 _torch_forward_mode: Final[Any] = getattr(torch_checkpoint, "_CachingTorchDispatchMode", object)
 _torch_backward_mode: Final[Any] = getattr(torch_checkpoint, "_CachedTorchDispatchMode", object)
@@ -168,33 +169,33 @@ def _offloads(policy: object) -> bool:
 
 
 class _ForwardMode(_torch_forward_mode):  # type: ignore[misc]
-    """Torch's mode for the forward, with a policy that is heard."""
+    """Torch's mode for the forward; notes what the policy returns."""
 
     def __init__(self, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        def heard(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
+        def noting(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
             policy = policy_fn(context, operator, *values, **options)
-            _heard.offloads = recording.region is not None and _offloads(policy)
-            if _heard.offloads and _is_view(operator):
-                _heard.offloads = False
+            _last_policy.offloads = recording.region is not None and _offloads(policy)
+            if _last_policy.offloads and _is_view(operator):
+                _last_policy.offloads = False
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            _heard.must_leave = str(operator) if policy is CheckpointPolicy.MUST_CPU_OFFLOAD else None
-            return CheckpointPolicy.MUST_SAVE if _heard.offloads else policy
+            _last_policy.must_leave = str(operator) if policy is CheckpointPolicy.MUST_CPU_OFFLOAD else None
+            return CheckpointPolicy.MUST_SAVE if _last_policy.offloads else policy
 
-        super().__init__(heard, *args, **kwargs)
+        super().__init__(noting, *args, **kwargs)
         # Since 2.14 torch looks for hooks of the user's around a checkpoint, and would take our region's for those.
         self.respect_saved_tensors_hooks = False
 
 
 class _BackwardMode(_torch_backward_mode):  # type: ignore[misc]
-    """Torch's mode for backward. In torch 2.11 it asks the policy again, which must say what the forward has heard."""
+    """Torch's mode for backward. In torch 2.11 it asks the policy again, which must save what is parked."""
 
     def __init__(self, policy_fn: Callable[..., Any] | None, storage: Any, *args: Any, **kwargs: Any) -> None:
-        def heard(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
+        def saving(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
             assert policy_fn is not None
             policy = policy_fn(context, operator, *values, **options)
             return CheckpointPolicy.MUST_SAVE if _offloads(policy) and operator in storage else policy
 
-        super().__init__(policy_fn and heard, storage, *args, **kwargs)
+        super().__init__(policy_fn and saving, storage, *args, **kwargs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,13 +217,13 @@ class _ParkedOutput:
 def _wrapper(value: Any) -> Any:
     """Return what torch keeps of a value that is saved: in place of its `_VersionWrapper`."""
     region = recording.region
-    if not _heard.offloads or region is None or not isinstance(value, Tensor):
+    if not _last_policy.offloads or region is None or not isinstance(value, Tensor):
         return _torch_wrapper(value)
-    return _ParkedOutput(region.park_output(value, _heard.must_leave))
+    return _ParkedOutput(region.park_output(value, _last_policy.must_leave))
 
 
 @functools.lru_cache(maxsize=1)
-def _hears_policies() -> bool:
+def _serves_policies() -> bool:
     """Return whether a policy that offloads comes through, in this version of torch: try it on two numbers."""
 
     class Region:
@@ -250,7 +251,7 @@ def _hears_policies() -> bool:
     except Exception:  # whatever is different in that torch: the caller refuses it by name
         return False
     finally:
-        recording.region, _heard.offloads = outer, False
+        recording.region, _last_policy.offloads = outer, False
 
 
 def patch_torch_checkpoint() -> None:
@@ -268,20 +269,10 @@ def patch_torch_checkpoint() -> None:
         torch_checkpoint._CachedTorchDispatchMode = _BackwardMode  # type: ignore[misc]
 
 
-def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """Return the module that a function calls, if it can be found."""
-    called, arguments = _without_partial(function)
-    candidates = (called, *arguments[:1], getattr(called, "__self__", None))
-    return [candidate for candidate in candidates if isinstance(candidate, nn.Module)][:1]
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """Return the path of the module that a function calls, if it can be found; else the function's own name."""
-    if modules := _modules_of(function):
-        return name_of(modules[0])
-    called, _ = _without_partial(function)
-    return getattr(called, "__qualname__", type(called).__name__)
-
-
-def _without_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return (function.func, function.args) if isinstance(function, functools.partial) else (function, ())
+def _module_and_name(function: Callable[..., Any]) -> tuple[list[nn.Module], str]:
+    """Return the module that a function calls, and its path; if none can be found, the function's own name."""
+    called, arguments = (function.func, function.args) if isinstance(function, functools.partial) else (function, ())
+    for candidate in (called, *arguments[:1], getattr(called, "__self__", None)):
+        if isinstance(candidate, nn.Module):
+            return [candidate], name_of(candidate)
+    return [], getattr(called, "__qualname__", type(called).__name__)

@@ -64,9 +64,8 @@ def test_memory_goes_back_to_the_system_with_the_last_tensor() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE, 5000, LARGE_PAGE - 1, LARGE_PAGE, 3 * LARGE_PAGE + 5000])
-@pytest.mark.parametrize("in_children", [False, True])
-def test_mapped_bytes_are_exact_and_the_system_is_told_what_they_are_for(
-    num_bytes: int, in_children: bool, monkeypatch: pytest.MonkeyPatch
+def test_mapped_bytes_are_exact_and_large_pages_are_asked_for_where_one_fits(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mappings = list[mmap.mmap]()
     advice = list[tuple[int, ...]]()
@@ -78,13 +77,12 @@ def test_mapped_bytes_are_exact_and_the_system_is_told_what_they_are_for(
             super().madvise(*what)
 
     monkeypatch.setattr(host_memory, "_Pages", Advised)
-    memory = mapped_bytes(num_bytes, in_children=in_children)
+    memory = mapped_bytes(num_bytes)
     assert memory.untyped_storage().nbytes() == num_bytes
     assert memory.data_ptr() % (LARGE_PAGE if num_bytes >= LARGE_PAGE else PAGE) == 0
-    large = [(start, length) for _, start, length in (each for each in advice if len(each) == 3)]
+    large = [(start, length) for _, start, length in advice]
     begin = memory.data_ptr() - torch.frombuffer(mappings[0], dtype=torch.uint8).data_ptr() if mappings else 0
     assert large == ([(begin, num_bytes // LARGE_PAGE * LARGE_PAGE)] if num_bytes >= LARGE_PAGE else [])
-    assert ((mmap.MADV_DONTFORK,) in advice) == (not in_children)
 
 
 @ASKS_LINUX
@@ -111,10 +109,10 @@ def test_a_child_has_no_part_of_what_is_not_for_it() -> None:
     """A GPU would go on with pages that a write after the fork has moved elsewhere."""
     script = """
 import os, warnings
-from smpkit.torch.distributed.host_memory import mapped_bytes
+from smpkit.torch.distributed.host_memory import _map
 warnings.simplefilter("ignore")
 for in_children in (True, False):
-    memory = mapped_bytes(1 << 16, in_children=in_children)
+    memory, _ = _map(1 << 16, in_children=in_children)
     memory.fill_(3)
     child = os.fork()
     if not child:

@@ -16,6 +16,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload_model import model as module
 from tests.ranks import run_ranks
+from tests.torch.offload_model.test_same import Unused
 
 CPU = torch.device("cpu")
 SIZE = 2
@@ -54,19 +55,10 @@ def replicas(on_device: bool, ours: bool) -> list[torch.Tensor]:
         OffloadModel(layers(rank), CPU, process_group=dist.group.WORLD)
     with pytest.raises(UsageError, match=r"DistributedDataParallel cannot average .*\n.*process_group=torch"):
         nn.parallel.DistributedDataParallel(OffloadModel(layers(), CPU))(batch(0))
-    unused = OffloadModel([Part()], CPU, process_group=dist.group.WORLD)
+    unused = OffloadModel([Unused()], CPU, process_group=dist.group.WORLD)
     with pytest.raises(UsageError, match="2 parameters of slice 0 had no part in a backward"):
         unused(batch(0)).sum().backward()
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.used(value)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -28,6 +28,7 @@ from smpkit.torch.recompute import torch_checkpoint as seam
 from tests.models import WIDTH, Case, singles
 from tests.models import mse_step as step
 from tests.ranks import run_ranks
+from tests.torch.recompute.layers import same
 from tests.train import Way
 from tests.train import same as trains_the_same
 
@@ -107,10 +108,6 @@ def trained(model: nn.Module) -> tuple[list[Tensor | None], Operators, int]:
         num_alive = sum(not product.expired() for product in operators.products)
         loss.backward()
     return [x.grad, *(parameter.grad for parameter in model.parameters())], operators, num_alive
-
-
-def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
-    return all(one is other or torch.equal(one, other) for one, other in zip(left, right, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nests", [False, True])
@@ -262,9 +259,9 @@ def test_a_torch_whose_contexts_are_unknown_is_named(monkeypatch: pytest.MonkeyP
     model = Model(MUST)
     with smpkit.offload_activations(model):
         monkeypatch.setattr(torch_checkpoint, "_VersionWrapper", lambda value: value)
-        seam._hears_policies.cache_clear()
+        seam._serves_policies.cache_clear()
         unknown = re.escape(f"selective checkpointing of torch {torch.__version__} is not known")
         with pytest.raises(UsageError, match=unknown):
             model(batch())
     monkeypatch.undo()
-    seam._hears_policies.cache_clear()
+    seam._serves_policies.cache_clear()

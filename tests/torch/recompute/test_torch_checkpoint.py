@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smpkit.errors import UsageError
-from smpkit.torch.recompute.torch_checkpoint import _name_of, patch_torch_checkpoint
+from smpkit.torch.recompute.torch_checkpoint import _module_and_name, patch_torch_checkpoint
 
 pytestmark = pytest.mark.usefixtures("patched")
 WIDTH, BATCH = 8, 4
@@ -94,4 +94,4 @@ LAYER = nn.Linear(2, 2)
     ],
 )
 def test_names_tell_the_module_that_is_called(function: Any, name: str) -> None:
-    assert _name_of(function) == name
+    assert _module_and_name(function)[1] == name

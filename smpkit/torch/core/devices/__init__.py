@@ -96,11 +96,7 @@ def _properties(device: torch.device) -> Any:
 
 
 def _of_module(device: torch.device, name: str) -> Any:
-    """Return what the module of a device has under a name.
-
-    Raises:
-        UnsupportedError: it does not have it.
-    """
+    """Return what the module of a device must have under a name."""
     module = torch.get_device_module(device)
     if not hasattr(module, name):
         raise UnsupportedError(
@@ -175,8 +171,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 def record_event(device: torch.device, *, keeps_time: bool = False) -> torch.Event | None:
     """Return an event after everything that is queued on the current stream now.
 
-    Args:
-        keeps_time: `elapsed_time` of two such events is the milliseconds that the device took from one to the other.
+    Between two that `keeps_time`, `elapsed_time` is the milliseconds that the device took from one to the other.
     """
     if not is_asynchronous(device):
         return None
@@ -237,12 +232,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def host_registration(device: torch.device) -> tuple[Callable[[int, int], None], Callable[[int], object]] | None:
     """Return how a driver pins memory of the host that is mapped already, and how it unpins that.
 
-    A plug-in's module may offer `host_register(address, num_bytes)` and `host_unregister(address)`. None where it does
-    not: then torch has to allocate what shall be pinned.
-
-    Returns:
-        What takes an address and a number of bytes, and raises OSError if the driver does not take them; and what takes
-        the address.
+    The first function takes an address and a number of bytes, and raises OSError if the driver refuses; the second
+    takes the address. A plug-in's module may offer `host_register` and `host_unregister` of the same arguments; None
+    where it does not: then torch has to allocate what shall be pinned.
     """
     module: Any = torch.get_device_module(device)
     flags: tuple[int, ...] = ()

@@ -140,9 +140,7 @@ def refuse_one_queue(device: torch.device, environ: Mapping[str, str] = os.envir
 def prepare(backend: str, launcher: str) -> None:
     """Set the variables that nccl and torch's watchdog read when groups are made, unless the user has set them.
 
-    Args:
-        backend: torch's name for the backends of the default group.
-        launcher: what started this rank.
+    `backend` is torch's name for the backends of the default group.
     """
     if NCCL not in backend:
         return
