@@ -50,7 +50,7 @@ from smpkit.torch.pipeline.changes import (
     versions_of,
     written_container_error,
 )
-from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, Message, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.outputs import (
     MISSING,
     Call,
@@ -517,24 +517,24 @@ class Microbatch:
             self.stage.failed_alone = True  # no other rank knows what lies in the same memory
             raise changed_through_view_error(tensor, transfer.target)
         # Send first, since the target waits for it; the bookkeeping can come later.
-        sent = value.detach()
+        sent, message = value.detach(), Message(self.index, transfer, False)
         if record is None:
-            transport.announce(self.index, transfer)
+            transport.announce(message)
         # The value may be changed in place while it travels, unless the record says that it is not.
         is_unchanged = record is not None and transfer.number not in record.changed
         if not is_unchanged:
             self._sent_versions.append((transfer.number, sent, version_of(sent)))
-        transport.send(sent, self.index, transfer, copy=not is_unchanged)
+        transport.send(sent, message, copy=not is_unchanged)
         tensor.sent_version = version_of(sent)
         if transfer.spec.requires_grad:
-            self.backward_work.add_send(value, transfer, transfer.source_segment)
+            self.backward_work.add_send(value, transfer)
 
     def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
-        stage, spec, segment = self.stage, transfer.spec, self.segments[self._rank]
+        stage, spec, message = self.stage, transfer.spec, Message(self.index, transfer, False)
         if self._in_hooks:
-            self.unsplittable.add(segment)
+            self.unsplittable.add(transfer.target_segment)
         if self.diverged or self.record is None:
-            text = stage.transport.announced(self.index, transfer)
+            text = stage.transport.announced(message)
             if not spec.text.startswith(text):
                 stage.failed_alone = True  # the sender has got its message off, and waits for others
                 raise UsageError(
@@ -543,8 +543,9 @@ class Microbatch:
                     hint="a step runs on every pipeline rank, and what it does between layers (a slice, say) must not"
                     " depend on the rank or on data of its own",
                 )
-        value = stage.transport.receive(self.index, transfer)
-        return self.backward_work.add_receive(value, transfer, segment) if spec.requires_grad else value
+        value = stage.transport.receive(message)
+        assert value is not None, "only gradients may be None"
+        return self.backward_work.add_receive(value, transfer) if spec.requires_grad else value
 
     def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
         """Return the next transfer of the record; diverge where that is another one, or there is none."""

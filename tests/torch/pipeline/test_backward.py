@@ -86,13 +86,13 @@ def test_what_arrives_keeps_its_steps_in_memory() -> None:
     # T5's biases, of one element in the first dimension, came back from a layer with another step there: refused.
     value = torch.randn(50).as_strided((1, 2, 5, 5), (2, 1, 10, 2)).detach()
     work, transfer = BackwardWork(None, 0), P2PTransfer(0, 0, 1, 0, 0, spec_of(value))  # type: ignore[arg-type]
-    assert work.add_receive(value, transfer, 0).stride() == (2, 1, 10, 2)
+    assert work.add_receive(value, transfer).stride() == (2, 1, 10, 2)
 
 
 def test_what_arrives_can_be_changed_in_place_and_who_has_kept_it_finds_out() -> None:
     work, transfer = BackwardWork(None, 0), P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(3)))  # type: ignore[arg-type]
     leaf = torch.ones(3)
-    value = work.add_receive(leaf, transfer, 0)
+    value = work.add_receive(leaf, transfer)
     kept = value.square()
     value.mul_(3).sum().backward()
     assert leaf.grad is not None

@@ -29,7 +29,7 @@ from smpkit.torch.pipeline import channels as rings
 from smpkit.torch.pipeline import gpu_link, host_link
 from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.host_link import HostLink
-from smpkit.torch.pipeline.message_order import P2PTransfer, timetable_of
+from smpkit.torch.pipeline.message_order import Message, P2PTransfer, timetable_of
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.step_plan import graph_of
 from smpkit.torch.pipeline.transport import Transport
@@ -130,18 +130,13 @@ class Driver:
         elif backward:
             came, went = [m for m in went if m.spec.requires_grad], [m for m in came if m.spec.requires_grad]
         for transfer in came:
-            value = self._take(microbatch, transfer, backward)
+            value = self.transport.receive(Message(microbatch, transfer, backward))
             if value is not None:
                 self.kept[microbatch].append((value, code_of(microbatch, transfer, backward=backward)))
         self._check(microbatch, str(action))
         for transfer in went:
             self._may_wait()
             self._send(microbatch, transfer, backward)
-
-    def _take(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> torch.Tensor | None:
-        if not backward:
-            return self.transport.receive(microbatch, transfer)
-        return self.transport.receive_gradient(microbatch, transfer)
 
     def _check(self, microbatch: int, name: str) -> None:
         """Compute with all that a microbatch keeps: it must still be there."""
@@ -155,18 +150,16 @@ class Driver:
         self.world.compute(look, name)
 
     def _send(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> None:
+        message = Message(microbatch, transfer, backward)
         # Some gradients are absent: the same on all ranks.
         if backward and (microbatch + transfer.number) % 5 == 0:
-            self.transport.send_gradient(None, microbatch, transfer)
+            self.transport.send(None, message)
             return
         value = torch.zeros(transfer.spec.shape, dtype=torch.float64)
         self.world.kept.append(value)
         code, data = code_of(microbatch, transfer, backward=backward), value.numpy()
         self.world.compute(lambda: data.fill(code), f"what {'B' if backward else 'F'}{microbatch} sends")
-        if backward:
-            self.transport.send_gradient(value, microbatch, transfer)
-        else:
-            self.transport.send(value, microbatch, transfer)
+        self.transport.send(value, message)
 
 
 @contextmanager
