@@ -45,12 +45,7 @@ class _SegmentState:
 
 
 class BackwardWork:
-    """The backward of one microbatch on this rank.
-
-    Args:
-        transport: receives the gradients of sent values, and sends those of received ones.
-        index: which microbatch of the step.
-    """
+    """The backward of one microbatch on this rank."""
 
     def __init__(self, transport: Transport, index: int) -> None:
         self.done: set[int] = set()
@@ -65,7 +60,7 @@ class BackwardWork:
         """The weight halves that are left to run, by segment."""
 
     def error_context(self, segment: int) -> dict[str, str]:
-        """Return which modules a segment has run, for the notes of an error."""
+        """Return which modules a segment has run, as notes for an error."""
         units = self.units.get(segment)
         if not units:
             return {}
@@ -74,7 +69,6 @@ class BackwardWork:
     # --- what forward leaves -------------------------------------------------------------------------------------
 
     def add_root(self, root: torch.Tensor, gradient: torch.Tensor | None, segment: int) -> None:
-        """Add a root of the backward of a segment."""
         self._segments[segment].losses.append((root, gradient))
 
     def add_send(self, value: torch.Tensor, transfer: P2PTransfer) -> None:
@@ -158,13 +152,12 @@ class BackwardWork:
             self.weight_backwards[segment] = weight_backward
 
     def run_weights(self, segment: int) -> None:
-        """Run the weight half of a split backward through a segment, if there is one."""
+        """Run the weight half of a segment's backward, if that was split."""
         weight_backward = self.weight_backwards.pop(segment, None)
         if weight_backward is not None:
             weight_backward.run()
 
     def release(self) -> None:
-        """Release everything that is kept for backward."""
         self._segments.clear()
         self._cut_leaves.clear()
         self.weight_backwards.clear()

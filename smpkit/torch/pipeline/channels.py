@@ -64,10 +64,8 @@ class P2PChannels:
     """The connections of one rank's GPU.
 
     Args:
-        group: the pipeline's ranks; nothing else travels in it.
-        ranks: the pipeline's ranks, as global ones.
-        rank: which of them this is.
-        device: this rank's.
+        group: of the pipeline's ranks; nothing else may travel in it.
+        ranks: their global ranks, for messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, device: torch.device) -> None:
@@ -83,16 +81,10 @@ class P2PChannels:
 
     @property
     def peers(self) -> list[int]:
-        """The ranks that this one is connected with."""
         return sorted(self._connected)
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of the pipeline's ranks; all its ranks call this alike.
-
-        Raises:
-            DeadlineError: another rank did not come.
-            RemoteError: another rank failed.
-        """
+        """Connect pairs of the pipeline's ranks; all its ranks call this alike."""
         # NCCL makes a communicator for each pair at its first message, and both ranks wait for it. So connect all pairs
         # now, in an order that is the same on all ranks: at the first messages of a step, a rank could wait for one
         # peer, which waits for another, which waits for the first.
@@ -110,7 +102,6 @@ class P2PChannels:
             self._connected.add(peer)
 
     def is_connected_to(self, peer: int) -> bool:
-        """Return whether this rank has a channel to another."""
         return peer in self._connected
 
     def begin_step(self, blocks: Mapping[int, int]) -> None:
@@ -180,10 +171,8 @@ class ReceivePool:
     `record_stream`, gives memory back when the GPU happens to have got there: memory use would depend on chance.)
 
     There are as many blocks as the timetable says (`message_order._blocks`). Where values live longer, one more is made
-    and kept. A block that the user keeps beyond the step is given up, and replaced when the next step begins.
-
-    Args:
-        device: where it lies; it belongs to the stream that computes.
+    and kept. A block that the user keeps beyond the step is given up, and replaced when the next step begins. The
+    memory belongs to the stream that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -214,7 +203,6 @@ class ReceivePool:
             free += [self._made(size) for _ in range(self._wanted[size] - len(free))]
 
     def take(self, num_bytes: int) -> Block:
-        """Return memory for a message."""
         free = self._free.get(num_bytes)
         if free is None:  # a size that the timetable does not have
             self.num_unplanned += 1

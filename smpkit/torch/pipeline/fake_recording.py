@@ -111,9 +111,6 @@ def record_on_fakes(
         calls: of the model under a fake tensor mode, one for each microbatch: its step.
         device: of the tensors that the model is given.
         outputs: of layers, as far as they are known.
-
-    Raises:
-        Exception: whatever code of the user's raises on tensors without data.
     """
     placement = assignment.partition_of
     nothing_is_sent: Any = None

@@ -26,14 +26,7 @@ _END: Final = "the end of a step that left its schedule"
 
 
 class GpuLink:
-    """One rank's GPU, connected with those of others.
-
-    Args:
-        channels: to the other GPUs.
-        hosts: brings the headers of messages.
-        rank: this pp_rank.
-        device: this rank's.
-    """
+    """One rank's GPU, connected with those of others; `hosts` brings the headers of messages."""
 
     def __init__(self, channels: P2PChannels, hosts: HostLink, rank: int, device: torch.device) -> None:
         self.channels = channels

@@ -61,9 +61,8 @@ class HostLink:
     """One rank's host, connected with those of all others.
 
     Args:
-        group: the pipeline's ranks (PP_GROUP), for CPU tensors.
+        group: of the pipeline's ranks, for CPU tensors.
         ranks: their global ranks, for messages.
-        device: where values live.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
@@ -131,10 +130,7 @@ class HostLink:
     def forget_posted(self, num_microbatches: int) -> None:
         """Forget receives in which nothing will arrive: microbatches have left the record that they were posted for.
 
-        All ranks must call this.
-
-        Args:
-            num_microbatches: of the step.
+        All ranks must call this, with the number of microbatches of the step.
         """
         # Keep their memory: a receive that goes away after gloo has announced it blocks its connection.
         self._forgotten += self._posted.values()

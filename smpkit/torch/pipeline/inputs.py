@@ -56,9 +56,6 @@ class Inputs:
     """The inputs of a pipeline's steps on this rank.
 
     Args:
-        hosts: the way to the neighbours.
-        rank, size: pp_rank and pp_size.
-        device: where they are used.
         reports: whether this rank says, once, that it has passed other inputs than pp_rank 0.
     """
 
@@ -75,9 +72,6 @@ class Inputs:
         Args:
             call: names the step and what else decides what runs, in words.
             arguments: what this rank has passed; pp_rank 0's tensors must be strided.
-
-        Raises:
-            UsageError: pp_rank 0 calls something else, or passed an object that this rank must have of its own.
         """
         return self._send(call, arguments) if self._rank == 0 else self._receive(call, arguments)
 

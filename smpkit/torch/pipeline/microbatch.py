@@ -109,12 +109,7 @@ def _inside_a_unit_error(name: str) -> UsageError:
 
 
 class Microbatch:
-    """The run of a step function for one microbatch on this rank.
-
-    Args:
-        stage: what this rank is and holds.
-        index: which microbatch of the step.
-    """
+    """The run of a step function for one microbatch on this rank."""
 
     # Set on the class, since most microbatches keep these values.
     record: TransferRecord | None = None
@@ -163,7 +158,6 @@ class Microbatch:
 
     @property
     def num_own_segments(self) -> int:
-        """How many of them this rank has had."""
         return self.segments[self._rank] + 1
 
     # --- calls ---------------------------------------------------------------------------------------------------
@@ -171,11 +165,7 @@ class Microbatch:
     def run_operation(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
     ) -> Any:
-        """Run one torch operation on the rank that has its data.
-
-        Args:
-            mode: what else decides the shape of its result.
-        """
+        """Run one torch operation on the rank that has its data; `mode` is what else decides its result's shape."""
         # Names of operations that change their first argument end with an underscore, or `inplace` says so.
         changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
@@ -596,7 +586,6 @@ class Microbatch:
             self._leave_record("it ended before the first one", None)
 
     def make_record(self) -> TransferRecord:
-        """Return the transfers that this microbatch has made, for later ones to follow."""
         changed = [number for number, sent, version in self._sent_versions if version_of(sent) != version]
         self._sent_versions.clear()
         return TransferRecord(tuple(self.transfers), frozenset(changed))
@@ -607,7 +596,6 @@ class Microbatch:
         """Note where backward starts, and with which gradients times `scale`; the schedule decides when it runs.
 
         Args:
-            roots: the losses.
             grads: for each root its gradient, None for one that is a scalar.
         """
         self.has_backward = True
@@ -640,7 +628,6 @@ class Microbatch:
         self.unsplittable.add(self.segments[self._rank])
 
     def release(self) -> None:
-        """Let go of everything that is kept for backward."""
         self.backward_work.release()
         self._weights.clear()
         self._fresh.clear()

@@ -37,11 +37,6 @@ class Current:
 
 
 def current_microbatch() -> Microbatch:
-    """Return the microbatch whose code runs now.
-
-    Raises:
-        UsageError: no step is running.
-    """
     microbatch = Current.microbatch
     if microbatch is None:
         raise UsageError(
@@ -140,7 +135,6 @@ class StageTensor(torch.Tensor):
         self.changed_by, self.spec, self.copies = name, replace(self.spec), _NONE
 
     def refuse_stale(self) -> None:
-        """Raise UsageError if it is stale."""
         if self.changed_by is not None:
             raise UsageError(
                 f"{self!r} was used after `{self.changed_by}`, which lies on another pipeline rank, had changed its"

@@ -91,11 +91,7 @@ def _planned(
 
 
 def num_ahead(received_bytes: Sequence[int]) -> int:
-    """Return for how many of a rank's first actions receives are posted before its first wait.
-
-    Args:
-        received_bytes: of each action of the rank, in order.
-    """
+    """Return for how many of a rank's first actions, which receive so many bytes, receives precede its first wait."""
     return max(1, sum(num_bytes <= _AHEAD_BYTES for num_bytes in accumulate(received_bytes)))
 
 

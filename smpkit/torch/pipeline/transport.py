@@ -35,9 +35,7 @@ class Transport:
     """One rank's end of the pipeline's connections.
 
     Args:
-        group: the pipeline's ranks (PP_GROUP), for CPU tensors.
-        ranks: their global ranks, for messages.
-        device: where values live.
+        group, ranks: see `HostLink`.
         channels: NCCL channels from GPU to GPU; values of ranks that none connects go through the hosts.
     """
 
