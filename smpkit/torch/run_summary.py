@@ -97,7 +97,6 @@ def _report(recorder: Recorder) -> None:
 
 
 def summary_of_rank(recorder: Recorder) -> _Figures:
-    """Return the figures of this rank."""
     meter, device = recorder.meter, state.device
     kinds = {field.name: recorder.most.kinds.get(field.name, 0) for field in fields(KindBytes)}
     rank = RankSummary(

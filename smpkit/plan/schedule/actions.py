@@ -60,7 +60,6 @@ class Costs:
     """Time that a message occupies its link; the messages of one ordered pair of ranks follow each other."""
 
     def seconds(self, kind: Kind, segment: Segment, split_backward: bool = False) -> float:
-        """Return how long an action takes."""
         if kind is Kind.FORWARD:
             return _of(self.forward_seconds, segment)
         backward = _of(self.backward_seconds, segment)

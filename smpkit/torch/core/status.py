@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,10 +18,9 @@ checkpoints = False
 """Whether layers of this process have been checkpointed; set by who checkpoints them."""
 
 
-def open_page(rank: int, degrees: tuple[int, int, int], environ: Mapping[str, str] | None = None) -> None:
+def open_page(rank: int, degrees: tuple[int, int, int], environ: Mapping[str, str]) -> None:
     """Begin a page, where the environment names a folder; without one, or where it is gone, nothing is noted."""
-    folder = (os.environ if environ is None else environ).get(STATUS_DIR)
-    if folder:
+    if folder := environ.get(STATUS_DIR):
         try:
             use_page(StatusPage(Path(folder), rank, degrees))
         except OSError:
@@ -38,7 +36,6 @@ def use_page(page: StatusPage | None) -> None:
 
 
 def current_page() -> StatusPage | None:
-    """Return the page of this process."""
     return _page
 
 

@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpkit.errors import UsageError
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import interleaved, lower_bounds, simple
 from smpkit.plan.schedule.simulate import simulate
-from smpkit.plan.schedule.templates import looped, one_f_one_b
+from smpkit.plan.schedule.templates import one_f_one_b
 from tests.plan.counted import lines_of
 from tests.plan.graphs import NAMED, SETTINGS, TIED_HEAD, costs_of, graphs
 
@@ -113,16 +112,6 @@ def test_the_loop_template_hides_links() -> None:
     costs = Costs(0.5, 1.0, latency_seconds=0.1)
     found = interleaved(SegmentGraph.loop(4, 2), 16, 8, costs)
     assert simulate(found, costs).makespan_seconds == pytest.approx(52.5 + 14 * 0.1)
-
-
-@pytest.mark.parametrize(
-    ("graph", "num_microbatches"),
-    [(TIED_HEAD, 8), (SegmentGraph.loop(4, 2), 0), (SegmentGraph.loop(2, 2, has_backward=False), 2)],
-    ids=["no loop", "nothing", "evaluation"],
-)
-def test_the_loop_template_says_what_it_cannot_do(graph: SegmentGraph, num_microbatches: int) -> None:
-    with pytest.raises(UsageError, match=f"{num_microbatches} microbatches cannot go round"):
-        looped(graph, num_microbatches)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 2), (2, 3), (4, 2), (4, 3), (8, 2)])
