@@ -170,7 +170,7 @@ _OF_EACH_CALL: Final = (
     *("flops", "recomputed_flops", "activation_bytes", "boundary_bytes", "moved_bytes", "spared_bytes"),
     *("postponed_bytes", "unsaved_input_bytes", "operations", "weight_products"),
 )
-"""What of a unit's costs its calls share."""
+"""The costs of a unit that are divided among its calls."""
 
 
 def _share(cost: UnitCost, num_calls: int) -> UnitCost:

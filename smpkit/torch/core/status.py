@@ -11,7 +11,7 @@ from smpkit.observe.summary import KindBytes
 _page: StatusPage | None = None
 _cells: memoryview | None = None
 _layer_numbers: Mapping[str, int] = {}
-"""Both are the page's: what is noted in every action and layer is written there without another call."""
+"""The page's own: every action and every layer is noted, so it is written there without another call."""
 planner: Callable[[], KindBytes | None] | None = None
 """Returns what this rank was expected to hold, None where nothing was planned; set by who plans."""
 checkpoints = False

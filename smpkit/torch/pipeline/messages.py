@@ -29,9 +29,8 @@ class Tag:
     OBJECT: Final = (1 << 30) + 1
     """The size of an object; the object itself comes under the next tag."""
     CALL_TRACES: Final = OBJECT + 2
-    """As OBJECT."""
     INPUTS: Final = OBJECT + 4
-    """As OBJECT."""
+    """Of objects, as `CALL_TRACES`: each takes two tags."""
     INPUT_DATA: Final = OBJECT + 6
     CHECKSUMS: Final = OBJECT + 7
     OUTPUTS: Final = OBJECT + 8

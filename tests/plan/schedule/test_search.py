@@ -135,13 +135,6 @@ def test_virtual_stages_are_never_slower_than_a_chain(num_ranks: int, num_chunks
     assert simulate(found, costs).makespan_seconds <= chain
 
 
-def test_few_live_microbatches_are_kept_to_in_a_loop() -> None:
-    for active in range(1, 9):
-        found = interleaved(SegmentGraph.loop(4, 2), 8, active, Costs(1.0, 2.0))
-        check(found)
-        assert max(found.peak_live_microbatches) <= active
-
-
 @pytest.mark.parametrize("num_microbatches", [4, 8, 16])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_zero_bubble_holds_no_more_than_1f1b_does_at_its_peak(num_ranks: int, num_microbatches: int) -> None:
@@ -180,16 +173,12 @@ def test_all_forwards_come_first_where_that_is_faster() -> None:
     assert simulate(found, costs).makespan_seconds == simulate(simple(graph, 2, costs), costs).makespan_seconds == 28.5
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 8), (4, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 4), (2, 8), (4, 8), (4, 16), (8, 32)])
 def test_a_split_backward_fills_the_bubble_with_weights(num_ranks: int, num_microbatches: int) -> None:
     found = interleaved(SegmentGraph.chain(num_ranks), num_microbatches, num_ranks + 2, split_backward=True)
     check(found)
-    assert found.splits_backward
+    assert found.splits_backward == (num_ranks > 1)  # of one rank it would gain nothing
     assert simulate(found).makespan_seconds == 3 * num_microbatches + num_ranks - 1
-
-
-def test_a_split_that_wins_nothing_is_not_made() -> None:
-    assert not interleaved(SegmentGraph.chain(1), 4, 4, split_backward=True).splits_backward
 
 
 def test_an_evaluation_has_forwards_only() -> None:
@@ -203,7 +192,9 @@ def test_an_evaluation_has_forwards_only() -> None:
 def test_common_graphs_run_with_every_policy(graph: SegmentGraph, num_microbatches: int) -> None:
     check(simple(graph, num_microbatches))
     for active in (1, 2, 6):
-        check(interleaved(graph, num_microbatches, active))
+        found = interleaved(graph, num_microbatches, active)
+        check(found)
+        assert max(found.peak_live_microbatches) <= active
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 5), active=st.integers(1, 6))

@@ -36,7 +36,6 @@ from smpkit.torch.pipeline.transport import Transport
 from tests.torch.pipeline.nccl_model import World
 
 CPU = torch.device("cpu")
-Make = Callable[[World, int], Transport]
 
 
 def drawn_moves(dice: random.Random, size: int) -> tuple[list[P2PTransfer], tuple[int, ...]]:
@@ -198,12 +197,7 @@ def over(world: World) -> Iterator[None]:
         yield
 
 
-def channels_of(world: World, rank: int) -> Transport:
-    channels = P2PChannels(world.group(rank, "channels"), range(world.size), rank, CPU)
-    return Transport(world.hosts(rank), range(world.size), CPU, channels)
-
-
-def play(seed: int, make: Make = channels_of, *, one_kernel: bool = True, leaves: bool = False) -> int:
+def play(seed: int, *, leaves: bool = False) -> int:
     """Run some steps of a drawn model; return in how many, on all ranks, messages found no memory ready.
 
     Args:
@@ -217,14 +211,14 @@ def play(seed: int, make: Make = channels_of, *, one_kernel: bool = True, leaves
     )
     schedule = drawn_schedule(dice, graph_of(stub))
     ends_in = dice.randrange(schedule.num_microbatches) if leaves else None
-    world = World(size, seed, one_kernel=one_kernel)
+    world = World(size, seed)
 
     def program(rank: int) -> None:
-        transport = make(world, rank)
+        channels = P2PChannels(world.group(rank, "channels"), range(size), rank, CPU)
+        transport = Transport(world.hosts(rank), range(size), CPU, channels)
         transport.connect(transfers)
         driver = Driver(world, transport, schedule, transfers, rank)
-        assert transport.gpus is not None
-        pool, sizes = transport.gpus.channels.pool, set()
+        pool, sizes = channels.pool, set()
         for number in range(3):
             pool.num_unplanned = 0
             driver.step(ends_in if number == 1 else None)
@@ -253,6 +247,3 @@ def test_no_order_of_events_hangs_where_a_gpu_runs_one_kernel_at_a_time(seeds: r
 def test_no_order_of_events_hangs_where_ranks_leave_the_channels(seeds: range) -> None:
     for seed in seeds:
         play(seed, leaves=True)
-
-
-# --- the order of commit 64bb8eb ----------------------------------------------------------------------------------
