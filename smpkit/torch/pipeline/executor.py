@@ -320,7 +320,6 @@ class _Step:
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
     ) -> _T:
-        """Run an action of a microbatch."""
         if self._is_watched:
             status.begin_action(kind, microbatch.index)
         self._offloader.begin_action(kind, segment, microbatch.index)

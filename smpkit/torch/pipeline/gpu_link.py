@@ -175,7 +175,6 @@ class GpuLink:
         return self._positions is None or tag in self._positions
 
     def _release_next(self) -> None:
-        """Let go of the oldest send."""
         _, sent = self._sent.popleft()
         sent.work.wait()
         sent.refuse_change()

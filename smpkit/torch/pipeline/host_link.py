@@ -106,7 +106,6 @@ class HostLink:
             self._values[message.number] = sent
 
     def post(self, message: Message) -> None:
-        """Start a receive before its data is needed."""
         if message.number not in self._posted:
             spec = message.transfer.spec
             buffer = torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
@@ -114,7 +113,6 @@ class HostLink:
             self._posted[message.number] = work, buffer
 
     def receive(self, message: Message) -> torch.Tensor | None:
-        """Return a value or gradient."""
         spec = message.transfer.spec
         self.post(message)
         work, buffer = self._posted.pop(message.number)

@@ -53,17 +53,12 @@ class _OwnObject:
 
 
 class Inputs:
-    """The inputs of a pipeline's steps on this rank.
+    """The inputs of a pipeline's steps on this rank."""
 
-    Args:
-        reports: whether this rank says, once, that it has passed other inputs than pp_rank 0.
-    """
-
-    def __init__(self, hosts: HostLink, rank: int, size: int, device: torch.device, *, reports: bool = False) -> None:
-        self._hosts = hosts
-        self._rank = rank
-        self._size = size
-        self._device = device
+    def __init__(self, hosts: HostLink) -> None:
+        self._hosts, self._rank, self._device = hosts, state.pp_rank, state.device
+        # One rank of the job says that its inputs differ: where data is sharded wrongly, it is so everywhere.
+        reports = (self._rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
         self._comparisons_left = _COMPARED_CALLS if reports else 0
 
     def share(self, call: str, arguments: Any) -> Any:
@@ -143,7 +138,7 @@ class Inputs:
         return rebuild(like, filled)
 
     def _relay(self, description: bytes, data: torch.Tensor) -> None:
-        if self._rank < self._size - 1:
+        if self._rank < state.pp_size - 1:
             self._hosts.send_object(description, [self._rank + 1], Tag.INPUTS, _WHAT)
             self._hosts.send_bytes(data, self._rank + 1, Tag.INPUT_DATA, _WHAT)
 

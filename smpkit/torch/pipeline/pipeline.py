@@ -97,9 +97,7 @@ class Pipeline:
         """The assignment restored from a checkpoint; reused if it fits."""
         self._failure: str | None = None
         """The error that has ended a step."""
-        # One rank of the job: where data is sharded wrongly, it is so everywhere.
-        reports = (state.pp_rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
-        self._inputs = Inputs(self._transport.hosts, state.pp_rank, state.pp_size, state.device, reports=reports)
+        self._inputs = Inputs(self._transport.hosts)
 
     @property
     def random(self) -> RandomStreams | None:
