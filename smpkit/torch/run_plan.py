@@ -84,9 +84,9 @@ def write_plan() -> None:
             {"units": list(plan.assignment.names(stage)), **asdict(memory), "total_bytes": memory.total_bytes}
             for stage, memory in enumerate(plan.memory)
         ]
-        told: dict[str, Any] = {"model": plan.model.name, "traced": plan.model.traced, "optimizer": _optimizer()}
+        facts: dict[str, Any] = {"model": plan.model.name, "traced": plan.model.traced, "optimizer": _optimizer()}
         part = path.with_name(f".{PLAN}.{os.getpid()}")
-        part.write_text(json.dumps({**known, **told, "stages": stages}, indent=2) + "\n", encoding="utf-8")
+        part.write_text(json.dumps({**known, **facts, "stages": stages}, indent=2) + "\n", encoding="utf-8")
         part.replace(path)
 
 

@@ -114,9 +114,9 @@ class P2PChannels:
         # As bytes, since the receiver may not know the dtype yet. A lazy conjugate or negative has other bytes than its
         # values.
         block = tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8)
-        made = devices.record_event(self._device)
+        is_ready = devices.record_event(self._device)
         with devices.on_stream(self._stream):
-            devices.order_after(made, self._stream)
+            devices.order_after(is_ready, self._stream)
             return self._order_next_after(self._group.send([block], target, 0)), block
 
     def receive(self, num_bytes: int, source: int) -> PendingReceive:

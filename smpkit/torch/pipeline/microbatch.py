@@ -303,11 +303,11 @@ class Microbatch:
             self._weights[id(tensor)] = tensor, value
         return self._weights[id(tensor)][1]
 
-    def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
+    def _begin_new_kind(self, call: Call, kind: CallKind, arguments: Arguments) -> None:
         """Infer what a new kind of call returns; where that cannot be, get ready for its owner to broadcast it."""
         output_specs = self._output_specs
         if call.is_operation and not call.changes_first:
-            inferred = infer_output(call.function, *given, self._spec_without_data, self.stage.device)
+            inferred = infer_output(call.function, *arguments, self._spec_without_data, self.stage.device)
             if inferred is not MISSING:
                 kind.is_inferred = True
                 output_specs.remember(kind, inferred, ())
@@ -332,8 +332,8 @@ class Microbatch:
             return make_stage_tensor(spec, device, owner)
         if spec is MISSING:
             what = f"the transfer of the first output of `{call.name}`"
-            told = self.stage.transport.hosts.receive_object(owner, what)
-            self._output_specs.remember(kind, *told)
+            output_spec, changes = self.stage.transport.hosts.receive_object(owner, what)
+            self._output_specs.remember(kind, output_spec, changes)
         return make_placeholders(kind.output_spec, device, owner)
 
     def _run_call(
@@ -614,8 +614,8 @@ class Microbatch:
                     refuse_made_of_weights(root, self.stage)
                 start = None if grad is None else self._transfer_once(grad, owner)
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
-                    given = None if start is None else self._local_value(start)
-                    start = root_gradient(value, given, scale)
+                    gradient = None if start is None else self._local_value(start)
+                    start = root_gradient(value, gradient, scale)
                     self.backward_work.add_root(value, start, self.segments[self._rank])
 
     def note_hooks(self, change: int) -> None:

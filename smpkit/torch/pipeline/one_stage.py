@@ -92,9 +92,9 @@ class OneStage:
         self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
     ) -> None:
         """Run backward now; inside a step or outside any."""
-        given: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
+        gradients: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
         with _NoTorchFunction():  # looking at a loss is no operation between units
-            scaled = list(map(root_gradient, roots, given, [scale] * len(roots)))
+            scaled = list(map(root_gradient, roots, gradients, [scale] * len(roots)))
         step, participants = state.step, self._participants
         if step is not None:
             for prepare in participants.before_backward:

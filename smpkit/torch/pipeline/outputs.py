@@ -249,8 +249,8 @@ def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any
     inside = children(output_spec)
     if inside is None:
         return output_spec
-    made = rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
-    return closed(made) if type(made) is _Opened else made
+    result = rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
+    return closed(result) if type(result) is _Opened else result
 
 
 def has_same_specs(left: Any, right: Any) -> bool:
@@ -324,8 +324,8 @@ def infer_output(
         with without_dispatch_modes(), _without_hooks():
             function, args, kwargs = _without_deciding_values(function, args, kwargs)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                given = map_tensors(fake, (args, kwargs))
-                output = function(*given[0], **given[1])
+                args, kwargs = map_tensors(fake, (args, kwargs))
+                output = function(*args, **kwargs)
         return MISSING if any(map(version_of, fakes.values())) else map_tensors(spec_of_unwrapped, output)
     except Exception:
         # A result whose shape depends on data, or an operation that is wrong: its owner will say so.

@@ -139,7 +139,7 @@ class NonResident(torch.Tensor):
         if func in _FROM_SHAPE or (name in _GETS_OR_SETS and func not in PROPERTIES):
             return result
         origin = next(_nonresident_in((args, kwargs))).name_and_owner
-        return map_tensors(lambda made: _as_nonresident(made, NonResident, origin) if type(made) is T else made, result)
+        return map_tensors(lambda each: _as_nonresident(each, NonResident, origin) if type(each) is T else each, result)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.unbind())  # else rows would come without the mark
@@ -278,16 +278,16 @@ class SharedTensor:
 def shared_tensors(root: nn.Module, placement: Placement) -> list[SharedTensor]:
     """Return what this rank's modules share with those of others, before modules leave this rank."""
     ranks_of: defaultdict[int, set[int]] = defaultdict(set)
-    found: list[tuple[str, nn.Module, str, int]] = []
+    here: list[tuple[str, nn.Module, str, int]] = []
     for module, names in names_by_module(root).items():
         pp_ranks = {rank for name in names if (rank := placement.pp_rank_of(name)) is not None}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for key, tensor in tensors if pp_ranks else ():
             ranks_of[id(tensor)] |= pp_ranks
             if state.pp_rank in pp_ranks:
-                found.append((f"{names[0]}.{key}", module, key, id(tensor)))
+                here.append((f"{names[0]}.{key}", module, key, id(tensor)))
     return [
         SharedTensor(name, module, key, sorted(ranks_of[tensor]))
-        for name, module, key, tensor in found
+        for name, module, key, tensor in here
         if len(ranks_of[tensor]) > 1
     ]

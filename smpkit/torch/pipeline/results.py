@@ -75,12 +75,12 @@ class Results:
             if abs(target - owner) > abs(stage.rank - owner):
                 stage.transport.hosts.send_bytes(packed, target, Tag.OUTPUTS, _WHAT)
         if owner == stage.rank:
-            found = [value.value.detach() for value in values if value.value is not None]
+            tensors = [value.value.detach() for value in values if value.value is not None]
         else:
             # Copies, since the block is being sent to the next rank, and small outputs would keep all of it alive.
-            found = unpack(devices.to_device(packed, stage.device), specs)
+            tensors = unpack(devices.to_device(packed, stage.device), specs)
         # With the same strides on all ranks: an output may be an argument of the next step.
-        return [to_layout(tensor, spec.as_sent.order) for tensor, spec in zip(found, specs, strict=True)]
+        return [to_layout(tensor, spec.as_sent.order) for tensor, spec in zip(tensors, specs, strict=True)]
 
     def _raise_mismatch(self, rank: int) -> None:
         """Exchange call traces with a neighbour, which sees the mismatch as well, and raise the difference."""

@@ -126,11 +126,11 @@ def _groups_of(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[l
         shape.append(_NodeShape(kind, _variable(node).dim() if kind is _ACCUMULATE else -1, tuple(after)))
     ends = frozenset([numbers[node] for leaf in inputs if (node := get_gradient_edge(leaf).node) in numbers])
     groups, first_half = _split(tuple(shape), num_roots, ends)
-    found = [
+    weight_groups = [
         _WeightGroup(tuple([nodes[each] for each in boundaries]), tuple([_variable(nodes[each]) for each in leaves]))
         for boundaries, leaves in groups
     ]
-    return found, [_variable(nodes[each]) for each in first_half]
+    return weight_groups, [_variable(nodes[each]) for each in first_half]
 
 
 @functools.lru_cache(maxsize=256)

@@ -166,11 +166,11 @@ def make_stage_tensor(
 ) -> StageTensor:
     """Return a stage tensor, with its data if this rank owns it."""
     # All by position, which is a fifth faster: no storage offset, memory format, pinned memory.
-    made: StageTensor = _make_wrapper(
+    tensor: StageTensor = _make_wrapper(
         StageTensor, spec.shape, spec.stride, None, None, spec.dtype, _STRIDED, device, False, spec.requires_grad
     )
-    made.__dict__ = {"spec": spec, "owner": owner, "value": value, "segment": segment}  # faster than four assignments
-    return made
+    tensor.__dict__ = {"spec": spec, "owner": owner, "value": value, "segment": segment}  # faster than four assignments
+    return tensor
 
 
 def become_stage_tensor(tensor: torch.Tensor, owner: int, value: torch.Tensor | None, segment: int) -> None:
@@ -297,8 +297,8 @@ def _mask_counts(_value: Any, index: Any = None, **names: Any) -> tuple[int, ...
 
 def _sum_and_max(*args: Any, **names: Any) -> tuple[int, ...]:
     """Return sum and maximum of lengths or repetitions."""
-    found = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
-    return tuple([int(number) for part in found for number in (part.sum(), part.max())])
+    lengths = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
+    return tuple([int(number) for part in lengths for number in (part.sum(), part.max())])
 
 
 def _plain(*values: Any) -> Iterator[torch.Tensor]:
