@@ -104,10 +104,6 @@ class P2PChannels:
     def is_connected_to(self, peer: int) -> bool:
         return peer in self._connected
 
-    def begin_step(self, blocks: Mapping[int, int]) -> None:
-        """Allocate the memory that messages of a step arrive in: by size in bytes, how many blocks."""
-        self.pool.fit(blocks)
-
     def send(self, tensor: torch.Tensor, target: int) -> tuple[dist.Work, torch.Tensor]:
         """Begin to send a tensor without gaps; return the work, and the bytes that must not change until it is done."""
         self.pool.sweep()
@@ -192,7 +188,7 @@ class ReceivePool:
         return sum(size * count for size, count in self._wanted.items())
 
     def fit(self, needs: Mapping[int, int]) -> None:
-        """Make as many blocks of each size as a step needs, before it begins; free sizes last needed two steps ago."""
+        """Make as many blocks as a step needs, by size in bytes, before it begins; free sizes unused for two steps."""
         self.sweep()
         self._lent.clear()  # blocks that are still lent now belong to the tensors that use them
         known = self._needed | needs.keys()

@@ -64,7 +64,7 @@ class GpuLink:
             self._is_in_use, self._has_left = True, False
             self._peers_left.clear()
             if timetable is not None:
-                self.channels.begin_step(timetable.blocks)
+                self.channels.pool.fit(timetable.blocks)
         self._positions = None
         self._expected.clear()
         if timetable is None:

@@ -9,7 +9,7 @@ Nobody looks at a clock: real times may differ, the order stays.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +34,10 @@ class P2PTransfer:
     spec: TensorSpec
     consumer: str = ""
     """What needed the value: a unit or an operation."""
+
+
+_ByAction = defaultdict[tuple[Kind, int, int], list[P2PTransfer]]
+"""Transfers by kind, rank and segment of an action."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,34 @@ class Message:
         return self.transfer.source if self.backward else self.transfer.target
 
 
+class Traffic:
+    """What travels by the actions of a microbatch: values by FORWARD, gradients by BACKWARD, nothing by WEIGHT."""
+
+    def __init__(self, transfers: Iterable[P2PTransfer]) -> None:
+        self._sent: _ByAction = defaultdict(list)
+        self._received: _ByAction = defaultdict(list)
+        for each in transfers:
+            source, target = (each.source, each.source_segment), (each.target, each.target_segment)
+            self._sent[Kind.FORWARD, *source].append(each)
+            self._received[Kind.FORWARD, *target].append(each)
+            if each.spec.requires_grad:
+                self._sent[Kind.BACKWARD, *target].append(each)
+                self._received[Kind.BACKWARD, *source].append(each)
+
+    def sent(self, rank: int, action: Action) -> list[Message]:
+        """Return what an action of a rank sends, in the order of the transfers' numbers."""
+        return _messages_of(self._sent, rank, action)
+
+    def received(self, rank: int, action: Action) -> list[Message]:
+        """Return what an action of a rank receives, in the same order."""
+        return _messages_of(self._received, rank, action)
+
+
+def _messages_of(transfers: _ByAction, rank: int, action: Action) -> list[Message]:
+    key, backward = (action.kind, rank, action.segment), action.kind is Kind.BACKWARD
+    return [Message(action.microbatch, each, backward) for each in transfers.get(key, ())]
+
+
 @dataclass(frozen=True)
 class Timetable:
     """What one rank sends and receives in a step."""
@@ -80,33 +112,20 @@ def timetable_of(schedule: Schedule, transfers: Sequence[P2PTransfer], rank: int
     Args:
         transfers: those of one microbatch; all make the same.
     """
-    sent: defaultdict[tuple[int, bool, int], list[P2PTransfer]] = defaultdict(list)
-    received: defaultdict[tuple[bool, int], list[P2PTransfer]] = defaultdict(list)
-    for transfer in transfers:
-        sent[transfer.source, False, transfer.source_segment].append(transfer)
-        if rank == transfer.target:
-            received[False, transfer.target_segment].append(transfer)
-        if transfer.spec.requires_grad and schedule.graph.has_backward:
-            sent[transfer.target, True, transfer.target_segment].append(transfer)
-            if rank == transfer.source:
-                received[True, transfer.source_segment].append(transfer)
     # Of actions that end at the same time, the lower rank's goes first: any rule will do that is the same everywhere.
     ends = sorted(
         (span.end_seconds, place, number)
         for place, spans in enumerate(simulate(schedule).spans)
         for number, span in enumerate(spans)
     )
-    messages = []
-    for _, sender, number in ends:
-        action = schedule.actions[sender][number]
-        if action.kind is not Kind.WEIGHT:  # nothing travels by it
-            backward = action.kind is Kind.BACKWARD
-            messages += [
-                Message(action.microbatch, transfer, backward)
-                for transfer in sent[sender, backward, action.segment]  # in the order of their numbers
-                if rank in (transfer.source, transfer.target)
-            ]
-    return Timetable(tuple(messages), _blocks(schedule.actions[rank], messages, received, sent, rank))
+    traffic = Traffic(transfers)
+    messages = [
+        message
+        for _, sender, number in ends
+        for message in traffic.sent(sender, schedule.actions[sender][number])
+        if rank in (message.sender, message.receiver)
+    ]
+    return Timetable(tuple(messages), _blocks(schedule.actions[rank], messages, traffic, rank))
 
 
 def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int) -> Timetable:
@@ -130,13 +149,7 @@ def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int
     return Timetable(tuple(messages), {})
 
 
-def _blocks(
-    actions: Sequence[Action],
-    messages: Sequence[Message],
-    received: Mapping[tuple[bool, int], list[P2PTransfer]],
-    sent: Mapping[tuple[int, bool, int], list[P2PTransfer]],
-    rank: int,
-) -> dict[int, int]:
+def _blocks(actions: Sequence[Action], messages: Sequence[Message], traffic: Traffic, rank: int) -> dict[int, int]:
     """Simulate the receives of a rank as `Transport` begins them; return the peak number of blocks of each size."""
     positions = {message.number: position for position, message in enumerate(messages)}
     last = {action.microbatch: number for number, action in enumerate(actions)}
@@ -144,22 +157,16 @@ def _blocks(
     live: Counter[tuple[int, int]] = Counter()
     most: Counter[int] = Counter()
     for number, action in enumerate(actions):
-        if action.kind is not Kind.WEIGHT:
-            backward = action.kind is Kind.BACKWARD
-            until = 0
-            for transfer in (
-                *received.get((backward, action.segment), ()),
-                *sent.get((rank, backward, action.segment), ()),
-            ):
-                until = max(until, positions[Message(action.microbatch, transfer, backward).number] + 1)
-            # Before a message is sent or taken, `Transport` begins all receives that come before it.
-            for message in messages[begun:until]:
-                size = message.transfer.spec.num_bytes
-                if message.receiver == rank and size:
-                    live[message.microbatch, size] += 1
-                    in_use = sum(count for (_, num_bytes), count in live.items() if num_bytes == size)
-                    most[size] = max(most[size], in_use)
-            begun = max(begun, until)
+        own = (*traffic.received(rank, action), *traffic.sent(rank, action))
+        until = max((positions[each.number] + 1 for each in own), default=0)
+        # Before a message is sent or taken, `Transport` begins all receives that come before it.
+        for message in messages[begun:until]:
+            size = message.transfer.spec.num_bytes
+            if message.receiver == rank and size:
+                live[message.microbatch, size] += 1
+                in_use = sum(count for (_, num_bytes), count in live.items() if num_bytes == size)
+                most[size] = max(most[size], in_use)
+        begun = max(begun, until)
         if last[action.microbatch] == number:
             # A value is needed until its microbatch ends on this rank, since autograd may have saved it. So is a
             # gradient: the weight half of a split backward uses it later.

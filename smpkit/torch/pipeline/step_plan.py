@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.torch.pipeline.message_order import Message, Timetable, TransferRecord, timetable_of
+from smpkit.torch.pipeline.message_order import Message, Timetable, Traffic, TransferRecord, timetable_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 
 _LOOKAHEAD: Final = 2
@@ -55,15 +55,8 @@ class StepPlan:
         rank, record = microbatch.stage.rank, microbatch.make_record()
         actions = schedule.actions[rank]
         split = frozenset(action.segment for action in actions if action.kind is Kind.WEIGHT) - microbatch.unsplittable
-        forward = [each for each in record.transfers if each.target == rank]
-        backward = [each for each in record.transfers if each.source == rank and each.spec.requires_grad]
-        receives: list[list[Message]] = []
-        for action in actions:  # a weight half receives nothing
-            index, segment = action.microbatch, action.segment
-            values = [each for each in forward if action.kind is Kind.FORWARD and each.target_segment == segment]
-            gradients = [each for each in backward if action.kind is Kind.BACKWARD and each.source_segment == segment]
-            receives.append([Message(index, each, False) for each in values])
-            receives[-1] += [Message(index, each, True) for each in gradients]
+        traffic = Traffic(record.transfers)
+        receives = [traffic.received(rank, action) for action in actions]
         return cls(schedule, rank, record, split, tuple(_planned(actions, receives, split)))
 
     @property
