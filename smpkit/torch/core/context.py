@@ -53,7 +53,7 @@ class _Launcher(NamedTuple):
     local_rank: str
     local_size: str
     job_id: tuple[str, ...]
-    """Those that are set tell jobs apart together."""
+    """Variables that together tell jobs apart, as far as they are set."""
 
 
 _TORCHRUN: Final = _Launcher(

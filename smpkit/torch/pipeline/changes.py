@@ -122,7 +122,7 @@ class ValueChanges:
                     f" in place, {list(spec.shape)}",
                     hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
                 )
-            # Whatever was made of it where it lies otherwise, a view for example, has missed the change.
+            # On the other ranks that have the value, what was made of it, a view for example, has missed the change.
             for other in (value, *value.copies.values()):
                 if other is not local and other.value is not None:
                     self.missed.append((other.value, name, True))

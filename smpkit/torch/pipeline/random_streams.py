@@ -57,7 +57,7 @@ _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _Kept = tuple[Any, int | None]
 """What the end of a call needs: the mode that was taken away, and the caller's next seed."""
 _BENEATH: Final = object()
-"""Instead of the mode, where it stays."""
+"""Stands for the mode where another one lies above it, so that it cannot be taken away."""
 
 _NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = torch.default_generator

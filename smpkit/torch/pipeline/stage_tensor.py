@@ -177,7 +177,7 @@ def become_stage_tensor(tensor: torch.Tensor, owner: int, value: torch.Tensor | 
     """Let a tensor that every rank has be a stage tensor from now on, for all who refer to it.
 
     Args:
-        value: what shares its memory, if this rank is to own it.
+        value: a tensor in the same memory, on the rank that is to own it; None on the others.
     """
     spec = spec_of(tensor)
     tensor.__class__ = StageTensor
