@@ -186,7 +186,7 @@ def _figures_of(store: Store, rank: int, deadline: float) -> _Figures | None:
 
 
 def _filled(rank: RankSummary, slowest: float) -> RankSummary:
-    """Let the parts of a rank's step add up to the job's step: what it was ahead by, it has waited between steps."""
+    """Let the parts of a rank's step add up to the job's step: what it was ahead by counts as other."""
     ahead = slowest - rank.split.total if rank.split.total else 0.0
     return replace(rank, split=replace(rank.split, other=rank.split.other + max(ahead, 0.0)))
 
