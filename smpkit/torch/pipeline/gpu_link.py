@@ -18,7 +18,7 @@ from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.host_link import HostLink, SentTensor
 from smpkit.torch.pipeline.message_order import Message, Timetable
-from smpkit.torch.pipeline.messages import LEFT, NO_GRADIENT, MessageLabel, Tag, describe_message, laid_out
+from smpkit.torch.pipeline.messages import LEFT, NO_GRADIENT, MessageLabel, Tag, laid_out
 
 _log = logging.getLogger("smpkit")
 
@@ -204,8 +204,7 @@ class GpuLink:
                 self._begun[tag] = self._num_begun, self.channels.receive(num_bytes, source)
         else:
             raise UsageError(
-                f"pipeline rank {source} has sent message {announced} where {describe_message(message)} was due"
-                f" ({tag})",
+                f"pipeline rank {source} has sent message {announced} where {message} was due ({tag})",
                 hint="the ranks of a pipeline run the same step, with the same configuration",
             )
 

@@ -25,14 +25,7 @@ from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.tree import pickled
 from smpkit.torch.distributed.deadline import explain_error
 from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, Message
-from smpkit.torch.pipeline.messages import (
-    MessageLabel,
-    Tag,
-    describe_message,
-    is_none_gradient,
-    laid_out,
-    none_gradient_message,
-)
+from smpkit.torch.pipeline.messages import MessageLabel, Tag, is_none_gradient, laid_out, none_gradient_message
 
 _LAST_FIRST_TAG: Final = (1 << 30) - (1 << 28)
 """Tags of messages are smaller than those of `Tag`; a step may have 4,096 microbatches."""
@@ -51,8 +44,7 @@ class SentTensor(NamedTuple):
         """Raise if the tensor has been changed since it was sent."""
         if version_of(self.tensor) != self.version:
             raise UsageError(
-                f"a value was changed in place on its way to pipeline rank {self.target}:"
-                f" {describe_message(self.what)}",
+                f"a value was changed in place on its way to pipeline rank {self.target}: {self.what}",
                 hint="change a copy, for example `x = x.add(1)` instead of `x.add_(1)`",
             )
 
@@ -213,4 +205,4 @@ class HostLink:
 
     def _explained(self, error: RuntimeError, what: MessageLabel, peer: int, started: float | None = None) -> Exception:
         since = time.monotonic() if started is None else started
-        return explain_error(error, describe_message(what), [self.ranks[peer]], since)
+        return explain_error(error, str(what), [self.ranks[peer]], since)

@@ -59,6 +59,11 @@ class Message:
         self.number = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
         """Its own among the messages of a step; that of a gradient follows that of the value."""
 
+    def __str__(self) -> str:
+        kind, value = ("backward", "gradient of ") if self.backward else ("forward", "")
+        consumer = f" for `{self.transfer.consumer}`" if self.transfer.consumer else ""
+        return f"{kind} of microbatch {self.microbatch} ({value}{self.transfer.spec}{consumer})"
+
     @property
     def sender(self) -> int:
         return self.transfer.target if self.backward else self.transfer.source

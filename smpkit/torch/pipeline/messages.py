@@ -39,7 +39,7 @@ class Tag:
 
 
 MessageLabel = str | Message
-"""What a message is, for errors."""
+"""What a message is: its text stands in errors."""
 
 NO_GRADIENT: Final = -1
 """In a header, instead of a number of bytes: the gradient is None. (Values without elements always have a gradient.)"""
@@ -63,15 +63,6 @@ _SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
     torch.complex64: _SINGLE,
     torch.complex128: _DOUBLE,
 }
-
-
-def describe_message(what: MessageLabel) -> str:
-    if isinstance(what, str):
-        return what
-    transfer = what.transfer
-    value = f"gradient of {transfer.spec}" if what.backward else str(transfer.spec)
-    user = f" for `{transfer.consumer}`" if transfer.consumer else ""
-    return f"{'backward' if what.backward else 'forward'} of microbatch {what.microbatch} ({value}{user})"
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -67,11 +67,7 @@ from smpkit.torch.pipeline.outputs import (
     spec_of_leaf,
     with_strides_of,
 )
-from smpkit.torch.pipeline.parameters import (
-    parameter_change_error,
-    refuse_made_of_weights,
-    refuse_nonresident,
-)
+from smpkit.torch.pipeline.parameters import parameter_change_error, refuse_made_of_weights, refuse_nonresident
 from smpkit.torch.pipeline.stage_tensor import (
     StageTensor,
     become_stage_tensor,
