@@ -21,7 +21,7 @@ from smpkit.torch.pipeline.message_order import Message, P2PTransfer
 from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, over_ranks
 
 VALUE = torch.arange(6.0).view(2, 3)
 TENSORS = [
@@ -297,15 +297,11 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def count_alive(pipeline: str) -> int:
+def count_alive() -> int:
     """Return how many results of this rank's layer were alive at once in the third step."""
-    smp.init(
-        {"pipeline_parallel_degree": 2, "microbatches": NUM_MICROBATCHES, "pipeline": pipeline, "ddp": True}
-        | {"auto_partition": False, "default_partition": 0, "active_microbatches": NUM_MICROBATCHES}
-    )
     module = nn.Sequential(Doubling(), Doubling())
-    smp.set_partition(module[1], 1)
-    model = smp.DistributedModel(module)
+    options = {"microbatches": NUM_MICROBATCHES, "active_microbatches": NUM_MICROBATCHES}
+    model = over_ranks(module, {module[1]: 1}, **options)
     gc.disable()  # what is free must be so at once
     for _ in range(3):
         Doubling.alive.clear()
@@ -317,7 +313,7 @@ def count_alive(pipeline: str) -> int:
 
 
 def test_a_sent_value_that_backward_does_not_need_is_free_when_it_has_arrived() -> None:
-    first, second = run_ranks(count_alive, 2, "interleaved")
+    first, second = run_ranks(count_alive, 2)
     # Rank 0 learns with each gradient what has arrived: at most what is on its way, and the one that is being made.
     assert first <= 4
     assert second == 1
