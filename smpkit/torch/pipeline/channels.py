@@ -180,7 +180,7 @@ class ReceivePool:
         self._free: dict[int, deque[Block]] = {}
         self._lent: list[Block] = []
         self.num_unplanned = 0
-        """Messages for which there was no block."""
+        """Messages for which there was no block: memory was allocated while a step ran."""
 
     @property
     def num_bytes(self) -> int:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Collection
 from typing import Final
@@ -19,8 +18,6 @@ from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.host_link import HostLink, SentTensor
 from smpkit.torch.pipeline.message_order import Message, Timetable
 from smpkit.torch.pipeline.messages import LEFT, NO_GRADIENT, MessageLabel, Tag, laid_out
-
-_log = logging.getLogger("smpkit")
 
 _END: Final = "the end of a step that left its schedule"
 
@@ -164,9 +161,6 @@ class GpuLink:
                 self.channels.discard(begun[1])
         self._begun.clear()
         self._is_in_use = False
-        if count := self.channels.pool.num_unplanned:
-            self.channels.pool.num_unplanned = 0
-            _log.debug("For %s messages of a step, memory was allocated while it ran.", count)
 
     def _carries(self, peer: int, tag: int) -> bool:
         """Return whether a message to or from a rank travels on a channel, unless the two ranks have left them."""
