@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.testing.ranks import run_ranks as run_on_this_machine
-from smpkit.torch.launch import FORKSERVER, preload
+from smpkit.torch.launch import FORKSERVER
 from tests.chosen_device import VARIABLE, chosen_device
 from tests.simulated import order_of, run_in_order
 
-preload("tests.preloaded")
+FORKSERVER.set_forkserver_preload(["smpkit.torch", "tests.preloaded"])
 
 
 def run_ranks(

@@ -72,9 +72,6 @@ def assign_units(config: ModelParallelConfig, units: Sequence[UnitCost], places:
     Args:
         units: in execution order; without `auto_partition` in that of definition.
         places: where the user put units, by name; read without `auto_partition` only.
-
-    Raises:
-        ConfigError: there are fewer units than parts, or a place does not exist; names every problem.
     """
     degree, num_chunks = config.pipeline_parallel_degree, config.virtual_pipeline_degree
     if config.auto_partition:
@@ -121,9 +118,6 @@ def decide(
         speed: of a rank's device and its link with the host; needed with a model.
         optimizer: a name of `smpkit.plan.optimizers.OPTIMIZERS`, whose states count as memory.
         placed: the pipeline rank on which a run has each unit, by name; None, or where it lacks some: choose it.
-
-    Raises:
-        ConfigError: the model cannot be cut as the configuration asks.
     """
     degree = config.pipeline_parallel_degree
     mesh = Mesh.from_world(num_ranks, degree, config.tensor_parallel_degree, config.placement_strategy)
@@ -201,7 +195,7 @@ def _memory(
     """Return the memory of each stage: of those of its ranks that hold most.
 
     Args:
-        live: how many microbatches each stage holds at its peak.
+        live: by stage, how many microbatches it holds at its peak.
     """
     half = "float16" if config.fp16 else "bfloat16" if config.bf16 else None
     stages = []

@@ -67,9 +67,6 @@ def describe(
         world_size: how many ranks the job has.
         other_sizes: microbatches of other sizes will be planned, so what does not grow with the samples must be known.
             The model is called once more for that, with twice the samples.
-
-    Raises:
-        UsageError: it fails, or returns something else.
     """
     patch_torch_checkpoint()  # as a job does: unpatched calls do not tell what they keep
     with planning_partitions(num_partitions), _first_rank(cfg, world_size):

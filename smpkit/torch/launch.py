@@ -41,14 +41,6 @@ class RankFailed(JobError):
     """A rank raised, died or never returned; the message has the traceback of each rank that failed."""
 
 
-def preload(*modules: str) -> None:
-    """Let the server that forks ranks import these modules once, instead of every rank.
-
-    Call it before the first ranks are started. The modules must not start threads or use a GPU: ranks are forks.
-    """
-    FORKSERVER.set_forkserver_preload(["smpkit.torch", *modules])
-
-
 def launch(
     function: Callable[..., _Result],
     *args: Any,

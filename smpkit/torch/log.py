@@ -158,11 +158,7 @@ def _averaged(numbers: dict[str, float], group: CommGroup) -> dict[str, float]:
 
 
 def _start_trackers() -> list[Any]:
-    """Start the trackers that SMPKIT_TRACK names, with the job's settings, without what is probably a secret.
-
-    Raises:
-        UsageError: one is unknown, not installed, or does not start.
-    """
+    """Start the trackers that SMPKIT_TRACK names, with the job's settings, without what is probably a secret."""
     names = [name.strip() for name in os.environ.get(_TRACK, "").split(",") if name.strip()]
     if not names:
         return []

@@ -25,12 +25,7 @@ def check_arguments(
     backward_passes: int,
     bucket_cap_mb: float,
 ) -> None:
-    """Refuse a model or an option of `smp.DistributedModel` that cannot work; warn of one without effect.
-
-    Raises:
-        UsageError: it is no module, wrapped already, a lazy one without shapes, or an option is out of its range.
-        UnsupportedError: an OffloadModel in it does not go with the configuration.
-    """
+    """Refuse a model or an option of `smp.DistributedModel` that cannot work; warn of one without effect."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
     lazy = [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]
@@ -89,9 +84,6 @@ def check_trains(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
 
     A forgotten `model.backward(loss)` costs nothing but the training: losses are printed, checkpoints saved, and
     torch's optimizers skip parameters without a gradient and say nothing.
-
-    Raises:
-        UsageError: nothing has a gradient, though something of the model would be updated.
     """
     if any(isinstance(module, OffloadModel) for module in model.modules()):
         return  # its optimizer may have used gradients up in the backward

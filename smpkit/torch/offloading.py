@@ -195,7 +195,7 @@ class Offloading(StepParticipant):
 
     def _any_layer_is_checkpointed(self) -> bool:
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
-        # Layers that are chosen for may all be kept.
+        # Layers with `strategy="auto"` count although all of them may be kept.
         marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
         num_checkpointed = torch.tensor([self.engine.num_calls + marked], device="cpu")
         if state.pp_size > 1:

@@ -84,9 +84,9 @@ def write_plan() -> None:
             {"units": list(plan.assignment.names(stage)), **asdict(memory), "total_bytes": memory.total_bytes}
             for stage, memory in enumerate(plan.memory)
         ]
-        told: dict[str, Any] = {"model": plan.model.name, "traced": plan.model.traced, "optimizer": _optimizer()}
+        facts: dict[str, Any] = {"model": plan.model.name, "traced": plan.model.traced, "optimizer": _optimizer()}
         part = path.with_name(f".{PLAN}.{os.getpid()}")
-        part.write_text(json.dumps({**known, **told, "stages": stages}, indent=2) + "\n", encoding="utf-8")
+        part.write_text(json.dumps({**known, **facts, "stages": stages}, indent=2) + "\n", encoding="utf-8")
         part.replace(path)
 
 
@@ -100,9 +100,9 @@ def flops_of_step() -> float | None:
 
 
 def peak() -> tuple[float, str] | None:
-    """Return what a rank's device computes at most, and where that is from, as it follows "54% of".
+    """Return the FLOP/s of a rank's device at its peak, and their source in words that follow "54% of".
 
-    None if nobody has measured or published it.
+    None if nobody has measured or published them.
     """
     half = half_of(state.cfg)
     # `runs/<run>` lies beside the job file, and a calibration may, too.
@@ -145,7 +145,7 @@ def _plan() -> Plan | None:
 
 
 def _optimizer() -> str:
-    """Return the optimizer as plans name it; of one that they do not know nothing is kept."""
+    """Return the optimizer's name in plans; one that they do not know counts as SGD, which keeps no states."""
     if state.optimizer is None:
         return "sgd"
     name = type(state.optimizer.optimizer).__name__.lower()

@@ -97,7 +97,6 @@ def _report(recorder: Recorder) -> None:
 
 
 def summary_of_rank(recorder: Recorder) -> _Figures:
-    """Return the figures of this rank."""
     meter, device = recorder.meter, state.device
     kinds = {field.name: recorder.most.kinds.get(field.name, 0) for field in fields(KindBytes)}
     rank = RankSummary(
@@ -187,7 +186,7 @@ def _figures_of(store: Store, rank: int, deadline: float) -> _Figures | None:
 
 
 def _filled(rank: RankSummary, slowest: float) -> RankSummary:
-    """Let the parts of each rank's step add up to the step of the job: what it was ahead by, it waited outside."""
+    """Let the parts of a rank's step add up to the job's step: what it was ahead by counts as other."""
     ahead = slowest - rank.split.total if rank.split.total else 0.0
     return replace(rank, split=replace(rank.split, other=rank.split.other + max(ahead, 0.0)))
 

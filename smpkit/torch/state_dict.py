@@ -45,7 +45,7 @@ def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
 
 
 def tie_of(name: str, value: Any) -> object:
-    """Return what the names of a tied weight have in common, on all ranks."""
+    """Return a key that all names of a tied weight share, on all ranks."""
     # Only parameters stay the objects that they are when a pipeline takes the model apart.
     return id(value) if isinstance(value, nn.Parameter) else name
 

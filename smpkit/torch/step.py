@@ -196,7 +196,7 @@ def step(
 
 
 class StepOutputError(UsageError, AttributeError, TypeError):
-    """A StepOutput was used like the one tensor that its microbatches have yet to be put together to."""
+    """A StepOutput was used like a single tensor, to which its microbatches have not been put together."""
 
 
 class StepOutput:

@@ -6,16 +6,13 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import smpkit.torch as smp
 from tests.ranks import run_ranks
-
-BY_HAND: dict[str, Any] = {"auto_partition": False, "default_partition": 0}
-"""For `smp.init`: all that the test does not place itself is on pipeline rank 0."""
 
 
 @smp.step
@@ -23,6 +20,15 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     model.backward(loss)
     return loss
+
+
+def over_ranks(module: nn.Module, places: Mapping[nn.Module, int], **options: Any) -> Any:
+    """Return a model over pipeline ranks, with the parts of `module` where they are placed, the others on the first."""
+    by_hand = {"auto_partition": False, "default_partition": 0}
+    smp.init({"pipeline_parallel_degree": max(places.values()) + 1, "ddp": True, **by_hand, **options})
+    for part, rank in places.items():
+        smp.set_partition(part, rank)
+    return smp.DistributedModel(module)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
 from tests.ranks import run_ranks
+from tests.torch.steps import over_ranks
 
 INIT = 2.0**6
-BY_HAND = {"auto_partition": False, "default_partition": 0}
 
 
 class Layer(nn.Module):
@@ -79,18 +79,8 @@ def train_step(model: Any, inputs: torch.Tensor, scaler: Any, dtype: Any) -> tor
 
 
 def train(degree: int, microbatches: int, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], list[float]]:
-    smp.init(
-        {
-            "pipeline_parallel_degree": degree,
-            "microbatches": microbatches,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
     module = build()
-    if degree == 2:
-        smp.set_partition(module[1], 1)
-    model = smp.DistributedModel(module)
+    model = over_ranks(module, {module[1]: degree - 1}, microbatches=microbatches)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
     scaler = smp.amp.GradScaler(INIT, growth_interval=2)
     scales = []
@@ -126,10 +116,8 @@ def test_training_equals_torchs_scaler(degree: int) -> None:
 
 def overflow_on_the_last_rank(fused: bool) -> tuple[float, float, bool]:
     """Only the loss's own layer overflows: without agreement the first rank would take its step."""
-    smp.init({"pipeline_parallel_degree": 2, **BY_HAND})
     module = build()
-    smp.set_partition(module[1], 1)
-    model = smp.DistributedModel(module)
+    model = over_ranks(module, {module[1]: 1})
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=fused))
     scaler = smp.amp.GradScaler(INIT)
     train_step(model, batch(0), scaler, None)

@@ -151,55 +151,42 @@ def test_gradients_are_the_average_over_microbatches_or_the_sum() -> None:
         smp.shutdown()
 
 
-def test_backward_takes_several_tensors_and_their_gradients() -> None:
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> None:
-        y = model(x)
-        model.backward([y, y.sum()], [torch.full_like(y, 2.0), None])
+def several_tensors(model: Any, x: torch.Tensor) -> None:
+    y = model(x)
+    model.backward([y, y.sum()], [torch.full_like(y, 2.0), None])
 
+
+def a_loss_that_is_changed_in_place(model: Any, x: torch.Tensor) -> None:
+    loss = model(x).mean()
+    loss /= 4
+    model.backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("body", "gradient"), [(several_tensors, (2 * 2 + 2 * 1) * 2 / 2), (a_loss_that_is_changed_in_place, 0.25)]
+)
+def test_backward_starts_at_what_it_is_given(body: Any, gradient: float) -> None:
     smp.init({"microbatches": 2})
     module = nn.Linear(1, 1, bias=False)
-    train(smp.DistributedModel(module), torch.ones(4, 1))
+    smp.step(body)(smp.DistributedModel(module), torch.ones(4, 1))
     assert module.weight.grad is not None
-    assert module.weight.grad.item() == (2 * 2 + 2 * 1) * 2 / 2
+    assert module.weight.grad.item() == gradient
 
 
-def test_backward_on_a_vector_without_a_gradient_raises_what_torch_raises() -> None:
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x))
-
+@pytest.mark.parametrize(
+    ("backward", "error", "message"),
+    [
+        (lambda model, y: model.backward(y), RuntimeError, "grad can be implicitly created only for scalar outputs"),
+        (lambda model, y: y.sum().backward(), UsageError, r"model\.backward\(loss\)"),
+    ],
+    ids=["a vector", "on the loss"],
+)
+def test_a_backward_that_cannot_be_meant_is_refused(backward: Any, error: type[Exception], message: str) -> None:
     smp.init({"microbatches": 2})
     model = smp.DistributedModel(nn.Linear(1, 1))
-    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
-        train(model, torch.ones(4, 1))
-
-
-def test_backward_called_on_the_loss_inside_a_step_is_refused() -> None:
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> None:
-        model(x).sum().backward()
-
-    smp.init({"microbatches": 2})
-    model = smp.DistributedModel(nn.Linear(1, 1))
-    with pytest.raises(UsageError, match=r"model\.backward\(loss\)"):
-        train(model, torch.ones(4, 1))
+    with pytest.raises(error, match=message):
+        smp.step(lambda model, x: backward(model, model(x)))(model, torch.ones(4, 1))
     model(torch.ones(1, 1)).sum().backward()  # outside a step it is the documented way
-
-
-def test_the_loss_may_be_changed_in_place_before_backward() -> None:
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).mean()
-        loss /= 4
-        model.backward(loss)
-        return loss
-
-    smp.init({"microbatches": 2})
-    module = nn.Linear(1, 1, bias=False)
-    train(smp.DistributedModel(module), torch.ones(4, 1))
-    assert module.weight.grad is not None
-    assert module.weight.grad.item() == 0.25
 
 
 def test_reductions_over_microbatches() -> None:

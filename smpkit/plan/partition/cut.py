@@ -17,27 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Cost = Callable[[int, int, int], int]
-"""Of (part, start, end): the cost of a part with the items from `start` to before `end`."""
+Cost = Callable[[int, int], int]
+"""Of (start, end): the cost of a part with the items from `start` to before `end`."""
 
 
-def cut(num_items: int, cost: Cost, needs_item: Sequence[bool]) -> list[int]:
-    """Return where each part ends.
+def cut(num_items: int, num_parts: int, cost: Cost) -> list[int]:
+    """Return where each part ends; none is empty, so there must be as many items as parts.
 
     No other cut has a cheaper worst part; of those that have as cheap a one, none has a smaller sum of squares; of
     those, later parts are larger.
 
     Args:
         cost: must not fall when a part gets longer; whole numbers, so that equal means equal.
-        needs_item: for each part, whether it may not be empty; there must be an item for each that needs one.
     """
-    worst, _ = _cheapest(num_items, cost, needs_item, max, None)
-    _, ends = _cheapest(num_items, cost, needs_item, lambda so_far, part: so_far + part * part, worst)
+    worst, _ = _cheapest(num_items, num_parts, cost, max, None)
+    _, ends = _cheapest(num_items, num_parts, cost, lambda so_far, part: so_far + part * part, worst)
     return ends
 
 
 def _cheapest(
-    num_items: int, cost: Cost, needs_item: Sequence[bool], add: Callable[[int, int], int], limit: int | None
+    num_items: int, num_parts: int, cost: Cost, add: Callable[[int, int], int], limit: int | None
 ) -> tuple[int, list[int]]:
     """Find by dynamic programming the cut that is cheapest when the costs of its parts are put together with `add`.
 
@@ -45,11 +44,11 @@ def _cheapest(
     """
     best: list[int | None] = [0, *[None] * num_items]
     starts: list[list[int]] = []
-    for part, needs in enumerate(needs_item):
-        row = [_cheapest_last(part, end, cost, end - needs, best, add, limit) for end in range(num_items + 1)]
+    for _ in range(num_parts):
+        row = [_cheapest_last(end, cost, best, add, limit) for end in range(num_items + 1)]
         best, chosen = [value for value, _ in row], [start for _, start in row]
         starts.append(chosen)
-    assert best[-1] is not None, "no cut, although there is an item for every part that needs one"
+    assert best[-1] is not None, "no cut, although there is an item for every part"
     ends = [num_items]
     for chosen in reversed(starts[1:]):
         ends.append(chosen[ends[-1]])
@@ -57,18 +56,12 @@ def _cheapest(
 
 
 def _cheapest_last(
-    part: int,
-    end: int,
-    cost: Cost,
-    latest: int,
-    best: Sequence[int | None],
-    add: Callable[[int, int], int],
-    limit: int | None,
+    end: int, cost: Cost, best: Sequence[int | None], add: Callable[[int, int], int], limit: int | None
 ) -> tuple[int | None, int]:
-    """Return value and start of the cheapest last part that ends at `end` and starts at `latest` or before."""
+    """Return value and start of the cheapest last part that ends at `end`."""
     value, chosen = None, 0
-    for start in range(latest, -1, -1):
-        last = cost(part, start, end)
+    for start in reversed(range(end)):
+        last = cost(start, end)
         # An earlier start only makes the last part more expensive.
         if (limit is not None and last > limit) or (value is not None and add(0, last) > value):
             break

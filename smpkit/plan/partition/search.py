@@ -33,14 +33,10 @@ def partition(
     Args:
         units: in execution order.
         memory_weight: 1 balances memory only, 0 compute only.
-        num_chunks: parts of a partition.
-
-    Raises:
-        ConfigError: there are fewer units than parts.
     """
     _require(_shortage(len(units), num_partitions, num_chunks))
     costs = _RangeCosts(units, memory_weight)
-    ends = cut(len(units), costs.of, [True] * num_partitions * num_chunks)
+    ends = cut(len(units), num_partitions * num_chunks, costs.of)
     places = {
         index: chunk % num_partitions
         for chunk, (start, end) in enumerate(pairwise([0, *ends]))
@@ -90,7 +86,6 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _shortage(num_units: int, num_partitions: int, num_chunks: int) -> list[Problem]:
-    """Return the problem if there are fewer units than partitions, or than chunks."""
     if num_units >= num_partitions * num_chunks:
         return []
     message = f"the model has {num_units} units, too few for {num_partitions} partitions"
@@ -122,7 +117,7 @@ class _RangeCosts:
         total = sum(private) + sum(self._shared.values())
         self._share_of_byte = memory_weight * _WHOLE / total if total else 0.0
 
-    def of(self, _: int, start: int, end: int) -> int:
+    def of(self, start: int, end: int) -> int:
         """Return the cost of the units from `start` to before `end`; it never falls when there are more of them."""
         memory = self._private[end] - self._private[start]
         for key, num_bytes in self._shared.items():

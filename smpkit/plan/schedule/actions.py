@@ -37,9 +37,9 @@ class Action:
     @classmethod
     def parse(cls, label: str) -> Action:
         """Read what `str` wrote; raise ScheduleError for anything else."""
-        if not (found := _LABEL.fullmatch(label)):
+        if not (match := _LABEL.fullmatch(label)):
             raise ScheduleError(f"`{label}` is not an action", hint="write F, B or W, a microbatch, and .segment")
-        return cls(Kind(found[1]), int(found[3] or 0), int(found[2]))
+        return cls(Kind(match[1]), int(match[3] or 0), int(match[2]))
 
 
 Seconds = float | Mapping[Segment, float]
@@ -60,7 +60,6 @@ class Costs:
     """Time that a message occupies its link; the messages of one ordered pair of ranks follow each other."""
 
     def seconds(self, kind: Kind, segment: Segment, split_backward: bool = False) -> float:
-        """Return how long an action takes."""
         if kind is Kind.FORWARD:
             return _of(self.forward_seconds, segment)
         backward = _of(self.backward_seconds, segment)

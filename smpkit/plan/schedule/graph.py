@@ -86,7 +86,6 @@ class SegmentGraph:
     """The segments of one microbatch; raises ScheduleError unless they can be run.
 
     Args:
-        num_ranks: pipeline parallel degree.
         segments: in any order; the indices of one rank are 0, 1, ... without gaps.
         transfers: at most one message per value and destination; their order is the order of sending.
         has_backward: False for a step that only evaluates.
@@ -141,7 +140,7 @@ class SegmentGraph:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many segments each rank has."""
+        """By rank, how many segments it has."""
         ranks = [segment.rank for segment in self.segments]
         return tuple(ranks.count(rank) for rank in range(self.num_ranks))
 
@@ -214,7 +213,6 @@ class SegmentGraph:
         return self.has_backward and any(transfer.differentiable for transfer in self.incoming[segment])
 
     def kinds(self, segment: Segment, split_backward: bool = False) -> tuple[Kind, ...]:
-        """The kinds of action that a segment goes through."""
         if not self.has_backward:
             return (Kind.FORWARD,)
         split = split_backward and self.splits(segment)
@@ -233,10 +231,6 @@ class SegmentGraph:
         if kind is Kind.WEIGHT:
             return ()
         return tuple(each for each in self.incoming[segment] if each.is_message and each.differentiable)
-
-    def receives(self, kind: Kind, segment: Segment) -> tuple[Transfer, ...]:
-        """Return the transfers that an action needs, or needs the gradients of, from other ranks."""
-        return tuple(need.transfer for need in self.needs(kind, segment) if need.transfer is not None)
 
     def _forward_needs(self, segment: Segment) -> Iterator[Need]:
         if segment.index:

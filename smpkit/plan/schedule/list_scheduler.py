@@ -130,8 +130,6 @@ class _RankQueue:
 
 
 class _Scheduler:
-    """One run of the list scheduler."""
-
     def __init__(
         self, tasks: Sequence[Task], ranks: Sequence[_RankQueue], links: LinkModel, num_microbatches: int, group: int
     ) -> None:

@@ -170,7 +170,7 @@ _OF_EACH_CALL: Final = (
     *("flops", "recomputed_flops", "activation_bytes", "boundary_bytes", "moved_bytes", "spared_bytes"),
     *("postponed_bytes", "unsaved_input_bytes", "operations", "weight_products"),
 )
-"""What of a unit's costs its calls share."""
+"""The costs of a unit that are divided among its calls."""
 
 
 def _share(cost: UnitCost, num_calls: int) -> UnitCost:
@@ -184,9 +184,7 @@ def _share(cost: UnitCost, num_calls: int) -> UnitCost:
     return replace(cost, **parts)
 
 
-def peaks(
-    schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], copies: Mapping[Segment, int] | None = None
-) -> list[float]:
+def peaks(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], copies: Mapping[Segment, int]) -> list[float]:
     """Return for each rank how many microbatches it holds at its peak.
 
     Microbatches are counted by what their live segments keep. A segment counts as the part of its rank's activations
@@ -198,7 +196,7 @@ def peaks(
         copies: bytes that segments keep beside what their units keep.
     """
     most = []
-    for rank, live in enumerate(_live_bytes(schedule, runs, copies or {})):
+    for rank, live in enumerate(_live_bytes(schedule, runs, copies)):
         of_rank = sum(unit.activation_bytes for segment, run in runs.items() if segment.rank == rank for unit in run)
         most.append(max(live, default=0) / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
     return most

@@ -72,7 +72,6 @@ class Timeline:
 
     @cached_property
     def idle_seconds(self) -> tuple[float, ...]:
-        """How long each rank is idle."""
         busy = (sum(span.end_seconds - span.start_seconds for span in spans) for spans in self.spans)
         return tuple(self.makespan_seconds - seconds for seconds in busy)
 
@@ -112,8 +111,6 @@ class _Arrival:
 
 
 class _Simulator:
-    """One run in simulated time."""
-
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule = schedule
         self._tasks = tasks_of(schedule.graph, costs, schedule.splits_backward)
@@ -148,7 +145,7 @@ class _Simulator:
         return reached - {rank}
 
     def _run(self, rank: int, action: Action, number: int) -> set[int]:
-        """Run one action; return the ranks that got something from it."""
+        """Run one action; return the ranks to which it has sent something."""
         arrival = self._arrivals[action.microbatch][number]
         spans, task = self._spans[rank], self._tasks[number]
         free = spans[-1].end_seconds if spans else 0.0
@@ -159,7 +156,6 @@ class _Simulator:
         return {self._send(task, edge, action.microbatch, start + task.seconds) for edge in task.edges}
 
     def _send(self, task: Task, edge: Edge, microbatch: int, now_seconds: float) -> int:
-        """Send along an edge; return the rank that gets it."""
         source, target = task.segment.rank, self._tasks[edge.target].segment.rank
         seconds = self._links.arrival_seconds(source, target, edge.transfer, now_seconds)
         if seconds >= self._arrivals[microbatch][edge.target].seconds:

@@ -45,7 +45,6 @@ class Task:
         return self.priority == _PRIORITY[Kind.WEIGHT]
 
     def action(self, microbatch: int) -> Action:
-        """Return the entry for a rank's list."""
         return Action(self.kind, self.segment.index, microbatch)
 
 

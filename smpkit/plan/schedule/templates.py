@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
-from smpkit.errors import UsageError
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
@@ -26,28 +25,19 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("1f1b", graph, num_microbatches, actions, tuple(min(cap, num_microbatches) for cap in graph.depths))
 
 
-def looped(
-    graph: SegmentGraph, num_microbatches: int, num_groups: int | None = None, warmup_per_rank: int | None = None
-) -> Schedule:
-    """Write interleaved 1F1B of a loop down.
+def looped(graph: SegmentGraph, num_microbatches: int, num_groups: int, warmup_per_rank: int) -> Schedule:
+    """Write interleaved 1F1B of a loop down; the graph must be one, and have a backward.
 
     A rank holds several chunks of the model, so filling the pipe takes a fraction of the time. Microbatches go round in
     groups of P; where P does not divide their number, the first groups are larger by one, which costs no time.
 
     Args:
-        num_groups: how many groups there are, of about the same size; by default as many as have P microbatches or
-            more. More groups hold fewer microbatches, and leave ranks idle between the chunks.
-        warmup_per_rank: how many forwards more than the next rank a rank begins with; by default 2, which hides link
-            time, and 1 for a chain.
-
-    Raises:
-        UsageError: the graph is not a loop or has no backward.
+        num_groups: how many groups there are, of about the same size. If they have fewer than P microbatches, ranks
+            hold fewer, and are idle between the chunks.
+        warmup_per_rank: how many forwards more than the next rank a rank begins with: 2 hide link time.
     """
     num_ranks, num_chunks = graph.num_ranks, graph.loop_chunks
-    if not num_chunks or not graph.has_backward or num_microbatches < 1:
-        raise UsageError(f"{num_microbatches} microbatches cannot go round this graph of {num_ranks} ranks in groups")
-    groups = _groups(num_microbatches, num_groups or max(1, num_microbatches // num_ranks))
-    warmup_per_rank = warmup_per_rank or (2 if num_chunks > 1 else 1)
+    groups = _groups(num_microbatches, num_groups)
     rounds: list[tuple[int, int]] = []
     for microbatches in groups:
         for chunk in range(num_chunks):

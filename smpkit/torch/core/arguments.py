@@ -18,17 +18,12 @@ def check_sizes(owner: str, minimum: int = 1, **sizes: object) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise UsageError unless a value is True or False."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}; it must be True or False")
 
 
 def check_num_bytes(name: str, value: object, *, of_none: str) -> None:
-    """Raise UsageError unless a value is a number of bytes, or None.
-
-    Args:
-        of_none: what None means.
-    """
+    """Raise UsageError unless a value is a number of bytes, or None, whose meaning is `of_none`."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 0):
         raise UsageError(
             f"{name} is {value!r}; it must be a whole number of bytes, at least 0, or None",
@@ -43,23 +38,17 @@ def check_probability(owner: str, name: str, value: object) -> None:
 
 
 def check_module(function: str, value: object) -> None:
-    """Raise UsageError unless a function was given a module."""
     if not isinstance(value, nn.Module):
         raise UsageError(f"{function} takes a torch.nn.Module, got {type(value).__name__}")
 
 
 def check_callable(what: str, value: object) -> None:
-    """Raise UsageError unless something can be called."""
     if not callable(value):
         raise UsageError(f"{what} must be callable, got {value!r}")
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters.
-
-    Raises:
-        UsageError: there are none, or they lie on several.
-    """
+    """Return the one device of a model's parameters; raise UsageError if they have none, or several."""
     devices = {tensor.device for tensor in model.parameters()}
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices))) or "no device"

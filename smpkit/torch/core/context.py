@@ -22,14 +22,10 @@ class Launch:
     """The place of one process in its job.
 
     Args:
-        rank: global rank, 0 to `world_size - 1`.
-        world_size: how many ranks the job has.
-        local_rank: rank among those of this host.
-        local_size: how many ranks this host has.
+        local_rank, local_size: among the ranks of this host.
         launcher: name for messages: `torchrun`, `Open MPI`, `SLURM`, `PMI`, or `no launcher`.
         job_id: identifies this job, if the launcher has such a variable; smpkit's own has `SMPKIT_JOB_TOKEN`, a secret.
-        master_address: where rank 0 listens; None if it is not set.
-        master_port: the port there; None if it is not set.
+        master_address, master_port: where rank 0 listens; None if it is not set.
         agent_store: the launcher itself serves the store at that address, so rank 0 must not (torchrun).
     """
 
@@ -45,7 +41,6 @@ class Launch:
 
     @property
     def single_host(self) -> bool:
-        """Whether all ranks run on this host."""
         return self.local_size == self.world_size
 
 
@@ -58,7 +53,7 @@ class _Launcher(NamedTuple):
     local_rank: str
     local_size: str
     job_id: tuple[str, ...]
-    """Those that are set tell jobs apart together."""
+    """Variables that together tell jobs apart, as far as they are set."""
 
 
 _TORCHRUN: Final = _Launcher(
@@ -78,10 +73,7 @@ _PMI: Final = _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_L
 
 
 def launch_from(environment: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables.
-
-    Raises UsageError, naming the variables, if they are incomplete, not numbers, or contradict each other.
-    """
+    """Read the launcher's variables; raise UsageError if they are incomplete, not numbers, or contradict each other."""
     launcher = _launcher_of(environment)
     if launcher is None:
         return Launch()

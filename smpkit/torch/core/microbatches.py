@@ -40,15 +40,11 @@ class _Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Splitter:
-    """Cuts the arguments of one step function.
+    """Cuts the arguments of one step function, whose signature gives positional arguments their names.
 
     Args:
-        function: the step function; its signature gives positional arguments their names.
         non_split_inputs: names of arguments that every microbatch gets whole.
         input_split_axes: batch axis by argument name; 0 where not named.
-
-    Raises:
-        UsageError: a name that the function has no argument for.
     """
 
     function: Callable[..., Any]
@@ -76,12 +72,7 @@ class Splitter:
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device
     ) -> list[MicrobatchCall]:
-        """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
-
-        Raises:
-            UsageError: `count` does not divide a batch, or an argument is a DataLoader.
-            TypeError: the function does not take such arguments.
-        """
+        """Return the arguments of each of `count` microbatches, with cut tensors on `device`."""
         positional, named = self._arguments(args, kwargs)
         for each in (*positional, *named):
             if isinstance(each.value, DataLoader):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,17 +11,16 @@ from smpkit.observe.summary import KindBytes
 _page: StatusPage | None = None
 _cells: memoryview | None = None
 _layer_numbers: Mapping[str, int] = {}
-"""Both are the page's: what is noted in every action and layer is written there without another call."""
+"""The page's own: every action and every layer is noted, so it is written there without another call."""
 planner: Callable[[], KindBytes | None] | None = None
 """Returns what this rank was expected to hold, None where nothing was planned; set by who plans."""
 checkpoints = False
 """Whether layers of this process have been checkpointed; set by who checkpoints them."""
 
 
-def open_page(rank: int, degrees: tuple[int, int, int], environ: Mapping[str, str] | None = None) -> None:
+def open_page(rank: int, degrees: tuple[int, int, int], environ: Mapping[str, str]) -> None:
     """Begin a page, where the environment names a folder; without one, or where it is gone, nothing is noted."""
-    folder = (os.environ if environ is None else environ).get(STATUS_DIR)
-    if folder:
+    if folder := environ.get(STATUS_DIR):
         try:
             use_page(StatusPage(Path(folder), rank, degrees))
         except OSError:
@@ -38,7 +36,6 @@ def use_page(page: StatusPage | None) -> None:
 
 
 def current_page() -> StatusPage | None:
-    """Return the page of this process."""
     return _page
 
 

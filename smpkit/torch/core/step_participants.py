@@ -60,7 +60,6 @@ class StepParticipants:
         self._collect()
 
     def add(self, part: StepParticipant) -> None:
-        """Add a part, behind all others."""
         self._parts.append(part)
         self._collect()
 

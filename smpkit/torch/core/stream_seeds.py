@@ -45,7 +45,6 @@ class Seeds:
 
     @classmethod
     def for_this_rank(cls) -> Seeds:
-        """Return the seeds for this rank's configuration."""
         if not state.initialized or state.tp_size == 1 or state.cfg.prescaled_batch or not state.tp_rank:
             return cls()
         return cls(mix(0, state.tp_rank) & _NUMBER)
@@ -63,11 +62,7 @@ class Seeds:
         return (seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER
 
     def after(self, seed: int, key: int) -> int:
-        """Return the seed with which the stream of `seed` goes on after a call.
-
-        Args:
-            key: of what was called, of 64 mixed bits.
-        """
+        """Return the seed with which the stream of `seed` goes on after a call; `key` is its name in 64 mixed bits."""
         # Every call of a layer comes here, so `number`, `open` and `closed` are written out.
         if seed & 1:
             later = ((seed ^ self.rank_salt) & _NUMBER) + key

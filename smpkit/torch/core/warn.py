@@ -69,7 +69,6 @@ def _keep(text: str, rank: int) -> None:
 
 
 def script_line() -> ScriptLine:
-    """Return the line of the script that is running now."""
     frame = _script_frame(sys._getframe(1))
     return frame.f_code.co_filename, frame.f_lineno
 

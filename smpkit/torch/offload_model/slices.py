@@ -47,7 +47,7 @@ def cut_layers(
     size = Tensor.numel if balance == "params" else (lambda parameter: parameter.nbytes)
     total = [0, *accumulate(sum(size(parameter) for parameter in layer.parameters()) for layer in layers)]
     count = min(num_slices, len(layers))
-    ends = cut(len(layers), lambda _, start, end: total[end] - total[start], [True] * count)
+    ends = cut(len(layers), count, lambda start, end: total[end] - total[start])
     starts = []
     for start in [0, *ends[:-1]]:
         while 0 < start < len(layers) and not may_begin(layers[start]):

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.messages import P2PTransfer
+from smpkit.torch.pipeline.messages import Message, P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
 
@@ -45,12 +45,7 @@ class _SegmentState:
 
 
 class BackwardWork:
-    """The backward of one microbatch on this rank.
-
-    Args:
-        transport: receives the gradients of sent values, and sends those of received ones.
-        index: which microbatch of the step.
-    """
+    """The backward of one microbatch on this rank."""
 
     def __init__(self, transport: Transport, index: int) -> None:
         self.done: set[int] = set()
@@ -65,7 +60,7 @@ class BackwardWork:
         """The weight halves that are left to run, by segment."""
 
     def error_context(self, segment: int) -> dict[str, str]:
-        """Return which modules a segment has run, for the notes of an error."""
+        """Return which modules a segment has run, as notes for an error."""
         units = self.units.get(segment)
         if not units:
             return {}
@@ -74,16 +69,15 @@ class BackwardWork:
     # --- what forward leaves -------------------------------------------------------------------------------------
 
     def add_root(self, root: torch.Tensor, gradient: torch.Tensor | None, segment: int) -> None:
-        """Add a root of the backward of a segment."""
         self._segments[segment].losses.append((root, gradient))
 
-    def add_send(self, value: torch.Tensor, transfer: P2PTransfer, segment: int) -> None:
+    def add_send(self, value: torch.Tensor, transfer: P2PTransfer) -> None:
         """Add a value that a segment has sent: its gradient will be received."""
         # Lifetime: keep the GradientEdge, not the tensor, so that the activation can be freed after the send.
         edge = _edge_of(value) if value.requires_grad else None
-        self._segments[segment].sends.append((edge, transfer))
+        self._segments[transfer.source_segment].sends.append((edge, transfer))
 
-    def add_receive(self, value: torch.Tensor, transfer: P2PTransfer, segment: int) -> torch.Tensor:
+    def add_receive(self, value: torch.Tensor, transfer: P2PTransfer) -> torch.Tensor:
         """Add a received value, whose gradient must be sent back; return the tensor that the segment uses.
 
         That may be changed in place, which torch allows for neither a leaf nor a view of one.
@@ -94,7 +88,7 @@ class BackwardWork:
         if result.stride() != leaf.stride():
             # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec.
             result = mutable_alias(leaf)
-        self._segments[segment].receives.append((leaf, result, transfer))
+        self._segments[transfer.target_segment].receives.append((leaf, result, transfer))
         return result
 
     def cut(self, source: torch.Tensor, made_in: int, segment: int) -> torch.Tensor:
@@ -128,7 +122,7 @@ class BackwardWork:
             roots.append(root)
             gradients.append(start)
         for edge, transfer in state.sends:
-            gradient = transport.receive_gradient(index, transfer)
+            gradient = transport.receive(Message(index, transfer, True))
             if edge is not None and gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
@@ -146,7 +140,7 @@ class BackwardWork:
                 # It shares memory, as the parts of the gradient of a `cat` do. Other parts may be gradients of weights:
                 # adding to those raises the version, and this gradient would seem to change while it travels.
                 gradient = gradient.clone()
-            transport.send_gradient(gradient, index, transfer)
+            transport.send(gradient, Message(index, transfer, True))
 
     def _run_split(
         self, segment: int, state: _SegmentState, roots: list[Any], gradients: list[torch.Tensor | None]
@@ -158,13 +152,12 @@ class BackwardWork:
             self.weight_backwards[segment] = weight_backward
 
     def run_weights(self, segment: int) -> None:
-        """Run the weight half of a split backward through a segment, if there is one."""
+        """Run the weight half of a segment's backward, if that was split."""
         weight_backward = self.weight_backwards.pop(segment, None)
         if weight_backward is not None:
             weight_backward.run()
 
     def release(self) -> None:
-        """Release everything that is kept for backward."""
         self._segments.clear()
         self._cut_leaves.clear()
         self.weight_backwards.clear()

@@ -72,20 +72,19 @@ class ValueChanges:
     """The changes in place of one microbatch, as this rank knows them.
 
     Args:
-        segments: which segment each rank is in.
+        segments: by rank, the segment that it is in; the microbatch keeps it up to date.
     """
 
     def __init__(self, stage: StageContext, segments: list[int]) -> None:
         self.missed: list[tuple[torch.Tensor, str, bool]] = []
-        """Tensors here whose memory holds values that have missed a change, the calls that have made it, and whether
-        those ran on another rank."""
+        """Tensors of this rank in whose memory lie values that have missed a change; with each of them the name of the
+        call that made the change, and whether it ran on another rank."""
         self.has_stale = False
         """Whether any value of this microbatch is stale."""
         self._stage, self._segments = stage, segments
         self._received: list[weakref.ref[StageTensor]] = []
 
     def note_received(self, copy: StageTensor) -> None:
-        """Note a copy that was sent here."""
         self._received.append(weakref.ref(copy))
 
     def apply(
@@ -101,7 +100,7 @@ class ValueChanges:
 
         Args:
             caller_args, owner_args: the arguments as the caller and as rank `owner` have them.
-            tensors: their data, on that rank.
+            tensors: their data; None on the other ranks.
         """
         values, on_owner = tensors_in(caller_args), tensors_in(owner_args)
         for number, spec in changes:
@@ -123,7 +122,7 @@ class ValueChanges:
                     f" in place, {list(spec.shape)}",
                     hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
                 )
-            # Whatever was made of it where it lies otherwise, a view for example, has missed the change.
+            # On the other ranks that have the value, what was made of it, a view for example, has missed the change.
             for other in (value, *value.copies.values()):
                 if other is not local and other.value is not None:
                     self.missed.append((other.value, name, True))
@@ -137,7 +136,7 @@ class ValueChanges:
         """Let a value that its owner has changed be what it has become, to be sent again where it is needed.
 
         Args:
-            changed: the data, on the owner.
+            changed: its data; None on the other ranks.
         """
         segment = self._segments[value.owner]
         if changed is not None:
@@ -190,7 +189,6 @@ def _base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changed_through_view_error(value: torch.Tensor, rank: int) -> UsageError:
-    """Return the error for a value of which a rank has a copy from before it was changed."""
     return UsageError(
         f"{value!r} was changed in place through a value that shares its memory after pipeline rank {rank} had been"
         " sent it",
@@ -199,7 +197,6 @@ def changed_through_view_error(value: torch.Tensor, rank: int) -> UsageError:
 
 
 def held_everywhere_error(name: str, tensor: torch.Tensor) -> UsageError:
-    """Return the error for a tensor that every rank holds and that would change on one rank only."""
     return UsageError(
         f"`{name}` changed in place a tensor of shape {list(tensor.shape)} that every pipeline rank holds, on one rank"
         " alone",
@@ -209,7 +206,6 @@ def held_everywhere_error(name: str, tensor: torch.Tensor) -> UsageError:
 
 
 def written_container_error(name: str) -> UsageError:
-    """Return the error for a call that has changed a container among its arguments on the rank that runs it alone."""
     return UsageError(
         f"`{name}` wrote into a dict, a list or a dataclass that it was given: other pipeline ranks keep theirs as they"
         " were",
@@ -218,7 +214,6 @@ def written_container_error(name: str) -> UsageError:
 
 
 def unrecorded_change_error(name: str, change: Change) -> UsageError:
-    """Return the error for a change in place that the first call of its kind did not make."""
     number, spec = change
     return UsageError(
         f"`{name}` changed in place what it was given as tensor {number}, {spec}, which it did not do the first time"

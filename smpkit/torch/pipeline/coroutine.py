@@ -32,7 +32,6 @@ class MicrobatchCoroutine:
     keeps by thread, and the same context variables.
 
     Args:
-        body: what to run.
         random: the generators belong to the process: a suspended body saves their state and finds it again.
         device: its current stream is that of the thread that makes this object.
     """

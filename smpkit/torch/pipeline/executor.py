@@ -28,7 +28,7 @@ from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.core import offloader, status
+from smpkit.torch.core import devices, offloader, status
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.warn import script_line, warn_user
 from smpkit.torch.distributed.deadline import add_error_context
@@ -135,7 +135,7 @@ class Executor:
         return outputs
 
     def _known(self, kind: Hashable) -> _StepKind:
-        """Return what is known of a kind of step, within bounds: shapes of data may vary without end.
+        """Return what is known of a kind of step; old kinds are forgotten, since shapes of data may vary without end.
 
         All ranks run the same steps, so they forget the same: else one would wait for a first result that the other
         does not broadcast.
@@ -314,7 +314,6 @@ class _Step:
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
     ) -> _T:
-        """Run an action of a microbatch."""
         if self._is_watched:
             status.begin_action(kind, microbatch.index)
         self._offloader.begin_action(kind, segment, microbatch.index)
@@ -329,8 +328,8 @@ class _Step:
         finally:
             Current.microbatch = None
         if self._recorder is not None:
-            # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
-            self.stage.synchronize()
+            # To time the GPU's work and not its launch. Not the device: a stream that sends may wait for another rank.
+            devices.wait_for_stream(self.stage.device)
             self._recorder(kind.value, segment, microbatch.index, start_ns, time.perf_counter_ns())
         return result
 
@@ -340,10 +339,8 @@ class _Step:
             error.add_note(_ONLY_ITS_OWN)
         inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
         add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
-        hooked = []
-        if kind is Kind.FORWARD and not self.stage.failed_alone:
-            hooked = self.stage.remote_modules_with_hooks()
-        if hooked:
+        hooked = [name for name, module in self.stage.remote_modules.items() if module._forward_hooks]
+        if hooked and kind is Kind.FORWARD and not self.stage.failed_alone:
             # A list or dict that they fill is empty here, and the error would not mention ranks.
             add_error_context(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
         if kind is not Kind.FORWARD:  # no rank but this one runs this backward

@@ -73,10 +73,10 @@ class LayerOutputs:
                 stack.enter_context(module.register_forward_hook(end))
             call()
 
-    def of(self, call: Call, given: Arguments) -> tuple[Any, tuple[Change, ...]] | None:
+    def of(self, call: Call, arguments: Arguments) -> tuple[Any, tuple[Change, ...]] | None:
         """Return the output spec and changes of a call; None if they are not known."""
         # Any other mode has the call return what a Hugging Face model collects, too.
-        return self._known.get((call.target, *signature(given))) if type(call.mode) is bool else None
+        return self._known.get((call.target, *signature(arguments))) if type(call.mode) is bool else None
 
     def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in((args, kwargs))
@@ -111,9 +111,6 @@ def record_on_fakes(
         calls: of the model under a fake tensor mode, one for each microbatch: its step.
         device: of the tensors that the model is given.
         outputs: of layers, as far as they are known.
-
-    Raises:
-        Exception: whatever code of the user's raises on tensors without data.
     """
     placement = assignment.partition_of
     nothing_is_sent: Any = None
@@ -207,9 +204,9 @@ class _FakeMicrobatch(Microbatch):
         self.module_calls += [(segment, name) for name in names if isinstance(name, str)]
         return result
 
-    def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
+    def _begin_new_kind(self, call: Call, kind: CallKind, arguments: Arguments) -> None:
         """Learn on fake tensors what a new kind of call returns, and which arguments it changes in place."""
-        if self._outputs is not None and (known := self._outputs.of(call, given)) is not None:
+        if self._outputs is not None and (known := self._outputs.of(call, arguments)) is not None:
             self._output_specs.remember(kind, *known)
             return
         fakes: dict[int, torch.Tensor] = {}
@@ -221,7 +218,7 @@ class _FakeMicrobatch(Microbatch):
                 fakes[id(tensor)] = _fake_value(tensor, self.stage.device)
             return fakes[id(tensor)]
 
-        args, kwargs = map_tensors(fake, given)
+        args, kwargs = map_tensors(fake, arguments)
         tensors = tensors_in((args, kwargs))
         versions = versions_of(tensors)
         self.stage.inside_unit = True

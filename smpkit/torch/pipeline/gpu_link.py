@@ -30,7 +30,7 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.pipeline.host_link import HostLink, SentTensor
-from smpkit.torch.pipeline.messages import Message, Tag, describe_message, laid_out
+from smpkit.torch.pipeline.messages import Message, Tag, laid_out
 
 _END: Final = -1
 """In a header, instead of a tag: nothing more comes from this rank in this step."""
@@ -120,7 +120,7 @@ class GpuLink:
         while tag not in self._arrivals:
             if not self._read_header(message.sender, message):
                 raise UsageError(
-                    f"pipeline rank {message.sender} has ended the step and not sent {describe_message(message)}",
+                    f"pipeline rank {message.sender} has ended the step and not sent {message}",
                     hint="the ranks of a pipeline run the same step, with the same configuration",
                 )
         arrival = self._arrivals.pop(tag)

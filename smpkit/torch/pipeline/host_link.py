@@ -29,7 +29,6 @@ from smpkit.torch.pipeline.messages import (
     Message,
     MessageLabel,
     Tag,
-    describe_message,
     is_none_gradient,
     laid_out,
     none_gradient_message,
@@ -59,8 +58,7 @@ class SentTensor(NamedTuple):
         """Raise if the tensor has been changed since it was sent."""
         if version_of(self.tensor) != self.version:
             raise UsageError(
-                f"a value was changed in place on its way to pipeline rank {self.target}:"
-                f" {describe_message(self.what)}",
+                f"a value was changed in place on its way to pipeline rank {self.target}: {self.what}",
                 hint="change a copy, for example `x = x.add(1)` instead of `x.add_(1)`",
             )
 
@@ -69,9 +67,8 @@ class HostLink:
     """One rank's host, connected with those of all others.
 
     Args:
-        group: the pipeline's ranks (PP_GROUP), for CPU tensors.
+        group: of the pipeline's ranks, for CPU tensors.
         ranks: their global ranks, for messages.
-        device: where values live.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
@@ -115,7 +112,6 @@ class HostLink:
             self._values[message.number] = sent
 
     def post(self, message: Message) -> None:
-        """Start a receive before its data is needed."""
         if message.number not in self._posted:
             spec = message.transfer.spec
             buffer = torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
@@ -123,7 +119,6 @@ class HostLink:
             self._posted[message.number] = work, buffer
 
     def receive(self, message: Message) -> torch.Tensor | None:
-        """Return a value or gradient."""
         spec = message.transfer.spec
         self.post(message)
         work, buffer = self._posted.pop(message.number)
@@ -139,10 +134,7 @@ class HostLink:
     def forget_posted(self, num_microbatches: int) -> None:
         """Forget receives in which nothing will arrive: microbatches have left the record that they were posted for.
 
-        All ranks must call this.
-
-        Args:
-            num_microbatches: of the step.
+        All ranks must call this, with the number of microbatches of the step.
         """
         # Keep their memory: a receive that goes away after gloo has announced it blocks its connection.
         self._forgotten += self._posted.values()
@@ -227,4 +219,4 @@ class HostLink:
 
     def _explained(self, error: RuntimeError, what: MessageLabel, peer: int, started: float | None = None) -> Exception:
         since = time.monotonic() if started is None else started
-        return explain_error(error, describe_message(what), [self.ranks[peer]], since)
+        return explain_error(error, str(what), [self.ranks[peer]], since)

@@ -26,12 +26,14 @@ from smpkit.torch.core.announce import announce
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
+    Structure,
     TensorSpec,
+    flatten,
     map_tensors,
     spec_of,
     to_layout,
 )
-from smpkit.torch.core.tree import children, pickled, rebuild
+from smpkit.torch.core.tree import children, map_leaves, pickled, rebuild
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.host_link import HostLink
 from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack
@@ -44,13 +46,6 @@ _WHAT: Final = "the inputs of the step"
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorAt:
-    """Stands for a tensor."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class _OwnObject:
     """Stands for an object of which each rank has its own."""
 
@@ -58,20 +53,12 @@ class _OwnObject:
 
 
 class Inputs:
-    """The inputs of a pipeline's steps on this rank.
+    """The inputs of a pipeline's steps on this rank."""
 
-    Args:
-        hosts: the way to the neighbours.
-        rank, size: pp_rank and pp_size.
-        device: where they are used.
-        reports: whether this rank says, once, that it has passed other inputs than pp_rank 0.
-    """
-
-    def __init__(self, hosts: HostLink, rank: int, size: int, device: torch.device, *, reports: bool = False) -> None:
-        self._hosts = hosts
-        self._rank = rank
-        self._size = size
-        self._device = device
+    def __init__(self, hosts: HostLink) -> None:
+        self._hosts, self._rank, self._device = hosts, state.pp_rank, state.device
+        # One rank of the job says that its inputs differ: where data is sharded wrongly, it is so everywhere.
+        reports = (self._rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
         self._comparisons_left = _COMPARED_CALLS if reports else 0
 
     def share(self, call: str, arguments: Any) -> Any:
@@ -80,20 +67,17 @@ class Inputs:
         Args:
             call: names the step and what else decides what runs, in words.
             arguments: what this rank has passed; pp_rank 0's tensors must be strided.
-
-        Raises:
-            UsageError: pp_rank 0 calls something else, or passed an object that this rank must have of its own.
         """
         return self._send(call, arguments) if self._rank == 0 else self._receive(call, arguments)
 
     def _send(self, call: str, arguments: Any) -> Any:
-        template, tensors, specs = _taken_apart(arguments)
+        structure, tensors, specs = _taken_apart(arguments)
         dense = [
             to_layout(tensor.clone() if tensor.is_inference() else tensor.detach(), spec.order)
             for tensor, spec in zip(tensors, specs, strict=True)
         ]
         try:
-            description = pickled((call, specs, template))
+            description = pickled((call, specs, structure))
         except Exception as error:  # whatever a class of the user raises
             raise UsageError(
                 f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {error}",
@@ -110,7 +94,7 @@ class Inputs:
     def _receive(self, call: str, own: Any) -> Any:
         source = self._rank - 1
         description = self._hosts.receive_object(source, _WHAT, Tag.INPUTS)
-        theirs, specs, template = pickle.loads(description)  # noqa: S301 - our own job's rank
+        theirs, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
         data = self._hosts.receive_bytes(packed_bytes(specs), source, Tag.INPUT_DATA, _WHAT)
         self._relay(description, data)
         if theirs != call:
@@ -122,10 +106,39 @@ class Inputs:
         arrived = [to_layout(part, spec.order) for part, spec in zip(parts, specs, strict=True)]
         if self._comparisons_left:
             self._compare(call, own, specs, arrived)
-        return _Filling(arrived, call, self._rank).filled(template, own, ())
+        return self._with_own_objects(structure.fill(arrived), own, call, ())
+
+    def _with_own_objects(self, theirs: Any, own: Any, call: str, path: tuple[Any, ...]) -> Any:
+        """Return a part of the arguments of pp_rank 0 with the objects that this rank has itself.
+
+        Args:
+            own: what this rank has passed in this place.
+            path: keys and indices that lead there from `(args, kwargs)`.
+        """
+        kind = type(theirs)
+        if kind is _OwnObject:
+            if _name(type(own)) != theirs.kind:
+                raise UsageError(
+                    f"pipeline rank 0 passed an object of type `{theirs.kind}` as {_argument(path)} of {call},"
+                    f" and pipeline rank {self._rank} passed"
+                    f" {'nothing' if own is _ABSENT else f'one of type `{_name(type(own))}`'}",
+                    hint="tensors, containers and plain values come from pipeline rank 0; every rank passes its own"
+                    " object of any other type",
+                )
+            return own
+        parts = children(theirs)
+        if parts is None:
+            return theirs
+        mine = (children(own) if type(own) is kind else None) or {}
+        # This rank's own container where it has the same items: its other attributes may not travel well.
+        like = own if mine and list(mine) == list(parts) else theirs
+        filled = {
+            key: self._with_own_objects(part, mine.get(key, _ABSENT), call, (*path, key)) for key, part in parts.items()
+        }
+        return rebuild(like, filled)
 
     def _relay(self, description: bytes, data: torch.Tensor) -> None:
-        if self._rank < self._size - 1:
+        if self._rank < state.pp_size - 1:
             self._hosts.send_object(description, [self._rank + 1], Tag.INPUTS, _WHAT)
             self._hosts.send_bytes(data, self._rank + 1, Tag.INPUT_DATA, _WHAT)
 
@@ -151,61 +164,15 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _template(value: Any, places: dict[int, tuple[_TensorAt, torch.Tensor]]) -> Any:
-    """Return arguments with placeholders, and add their tensors to `places`, by id; parameters do not count."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        return places.setdefault(id(value), (_TensorAt(len(places)), value))[0]
-    parts = children(value)
-    if parts is not None:
-        return rebuild(value, {key: _template(part, places) for key, part in parts.items()})
-    return value if type(value) in _PLAIN_TYPES else _OwnObject(_name(type(value)))
+def _taken_apart(arguments: Any) -> tuple[Structure, list[torch.Tensor], list[TensorSpec]]:
+    """Return the structure of arguments, their tensors, each once, and the specs that these have when they arrive."""
+    tensors, structure = flatten(map_leaves(_without_own_object, arguments))
+    return structure, tensors, [spec_of(tensor).without_gradient.as_sent for tensor in tensors]
 
 
-def _taken_apart(arguments: Any) -> tuple[Any, list[torch.Tensor], list[TensorSpec]]:
-    """Return arguments with placeholders, their tensors, each once, and the specs that these have when they arrive."""
-    places: dict[int, tuple[_TensorAt, torch.Tensor]] = {}
-    template = _template(arguments, places)
-    tensors = [tensor for _, tensor in places.values()]
-    return template, tensors, [spec_of(tensor).without_gradient.as_sent for tensor in tensors]
-
-
-@dataclass(frozen=True)
-class _Filling:
-    """Puts tensors, and the objects of a rank, into the arguments of pp_rank 0."""
-
-    tensors: Sequence[torch.Tensor]
-    call: str
-    rank: int
-
-    def filled(self, template: Any, own: Any, path: tuple[Any, ...]) -> Any:
-        """Return a part of the arguments.
-
-        Args:
-            own: what this rank has passed in this place.
-            path: keys and indices that lead there from `(args, kwargs)`.
-        """
-        kind = type(template)
-        if kind is _TensorAt:
-            return self.tensors[template.index]
-        if kind is _OwnObject:
-            if _name(type(own)) != template.kind:
-                raise UsageError(
-                    f"pipeline rank 0 passed an object of type `{template.kind}` as {_argument(path)} of {self.call},"
-                    f" and pipeline rank {self.rank} passed"
-                    f" {'nothing' if own is _ABSENT else f'one of type `{_name(type(own))}`'}",
-                    hint="tensors, containers and plain values come from pipeline rank 0; every rank passes its own"
-                    " object of any other type",
-                )
-            return own
-        parts = children(template)
-        if parts is None:
-            return template
-        mine = (children(own) if type(own) is kind else None) or {}
-        # This rank's own container where it has the same items: its other attributes may not travel well.
-        like = own if mine and list(mine) == list(parts) else template
-        return rebuild(
-            like, {key: self.filled(part, mine.get(key, _ABSENT), (*path, key)) for key, part in parts.items()}
-        )
+def _without_own_object(leaf: Any) -> Any:
+    is_sent = isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
+    return leaf if is_sent or type(leaf) in _PLAIN_TYPES else _OwnObject(_name(type(leaf)))
 
 
 def _argument(path: tuple[Any, ...]) -> str:

@@ -61,6 +61,11 @@ class Message:
         self.number = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
         """Its own among the messages of a step; that of a gradient follows that of the value."""
 
+    def __str__(self) -> str:
+        kind, value = ("backward", "gradient of ") if self.backward else ("forward", "")
+        consumer = f" for `{self.transfer.consumer}`" if self.transfer.consumer else ""
+        return f"{kind} of microbatch {self.microbatch} ({value}{self.transfer.spec}{consumer})"
+
     @property
     def sender(self) -> int:
         return self.transfer.target if self.backward else self.transfer.source
@@ -76,9 +81,8 @@ class Tag:
     OBJECT: Final = (1 << 30) + 1
     """The size of an object; the object itself comes under the next tag."""
     CALL_TRACES: Final = OBJECT + 2
-    """As OBJECT."""
     INPUTS: Final = OBJECT + 4
-    """As OBJECT."""
+    """Of objects, as `CALL_TRACES`: each takes two tags."""
     INPUT_DATA: Final = OBJECT + 6
     CHECKSUMS: Final = OBJECT + 7
     OUTPUTS: Final = OBJECT + 8
@@ -87,7 +91,7 @@ class Tag:
 
 
 MessageLabel = str | Message
-"""What a message is, for errors."""
+"""What a message is: its text stands in errors."""
 
 _HOST: Final = torch.device("cpu")
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -105,15 +109,6 @@ _SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
     torch.complex64: _SINGLE,
     torch.complex128: _DOUBLE,
 }
-
-
-def describe_message(what: MessageLabel) -> str:
-    if isinstance(what, str):
-        return what
-    transfer = what.transfer
-    value = f"gradient of {transfer.spec}" if what.backward else str(transfer.spec)
-    user = f" for `{transfer.consumer}`" if transfer.consumer else ""
-    return f"{'backward' if what.backward else 'forward'} of microbatch {what.microbatch} ({value}{user})"
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -50,7 +50,7 @@ from smpkit.torch.pipeline.changes import (
     versions_of,
     written_container_error,
 )
-from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, Message, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.outputs import (
     MISSING,
     Call,
@@ -67,11 +67,7 @@ from smpkit.torch.pipeline.outputs import (
     spec_of_leaf,
     with_strides_of,
 )
-from smpkit.torch.pipeline.parameters import (
-    parameter_change_error,
-    refuse_made_of_weights,
-    refuse_nonresident,
-)
+from smpkit.torch.pipeline.parameters import parameter_change_error, refuse_made_of_weights, refuse_nonresident
 from smpkit.torch.pipeline.stage_tensor import (
     StageTensor,
     become_stage_tensor,
@@ -109,12 +105,7 @@ def _inside_a_unit_error(name: str) -> UsageError:
 
 
 class Microbatch:
-    """The run of a step function for one microbatch on this rank.
-
-    Args:
-        stage: what this rank is and holds.
-        index: which microbatch of the step.
-    """
+    """The run of a step function for one microbatch on this rank."""
 
     # Set on the class, since most microbatches keep these values.
     record: TransferRecord | None = None
@@ -163,7 +154,6 @@ class Microbatch:
 
     @property
     def num_own_segments(self) -> int:
-        """How many of them this rank has had."""
         return self.segments[self._rank] + 1
 
     # --- calls ---------------------------------------------------------------------------------------------------
@@ -171,11 +161,7 @@ class Microbatch:
     def run_operation(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
     ) -> Any:
-        """Run one torch operation on the rank that has its data.
-
-        Args:
-            mode: what else decides the shape of its result.
-        """
+        """Run one torch operation on the rank that has its data; `mode` is what else decides its result's shape."""
         # Names of operations that change their first argument end with an underscore, or `inplace` says so.
         changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
@@ -313,11 +299,11 @@ class Microbatch:
             self._weights[id(tensor)] = tensor, value
         return self._weights[id(tensor)][1]
 
-    def _begin_new_kind(self, call: Call, kind: CallKind, given: Arguments) -> None:
+    def _begin_new_kind(self, call: Call, kind: CallKind, arguments: Arguments) -> None:
         """Infer what a new kind of call returns; where that cannot be, get ready for its owner to broadcast it."""
         output_specs = self._output_specs
         if call.is_operation and not call.changes_first:
-            inferred = infer_output(call.function, *given, self._spec_without_data, self.stage.device)
+            inferred = infer_output(call.function, *arguments, self._spec_without_data, self.stage.device)
             if inferred is not MISSING:
                 kind.is_inferred = True
                 output_specs.remember(kind, inferred, ())
@@ -342,8 +328,8 @@ class Microbatch:
             return make_stage_tensor(spec, device, owner)
         if spec is MISSING:
             what = f"the transfer of the first output of `{call.name}`"
-            told = self.stage.transport.hosts.receive_object(owner, what)
-            self._output_specs.remember(kind, *told)
+            output_spec, changes = self.stage.transport.hosts.receive_object(owner, what)
+            self._output_specs.remember(kind, output_spec, changes)
         return make_placeholders(kind.output_spec, device, owner)
 
     def _run_call(
@@ -517,24 +503,24 @@ class Microbatch:
             self.stage.failed_alone = True  # no other rank knows what lies in the same memory
             raise changed_through_view_error(tensor, transfer.target)
         # Send first, since the target waits for it; the bookkeeping can come later.
-        sent = value.detach()
+        sent, message = value.detach(), Message(self.index, transfer, False)
         if record is None:
-            transport.announce(self.index, transfer)
+            transport.announce(message)
         # The value may be changed in place while it travels, unless the record says that it is not.
         is_unchanged = record is not None and transfer.number not in record.changed
         if not is_unchanged:
             self._sent_versions.append((transfer.number, sent, version_of(sent)))
-        transport.send(sent, self.index, transfer, copy=not is_unchanged)
+        transport.send(sent, message, copy=not is_unchanged)
         tensor.sent_version = version_of(sent)
         if transfer.spec.requires_grad:
-            self.backward_work.add_send(value, transfer, transfer.source_segment)
+            self.backward_work.add_send(value, transfer)
 
     def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
-        stage, spec, segment = self.stage, transfer.spec, self.segments[self._rank]
+        stage, spec, message = self.stage, transfer.spec, Message(self.index, transfer, False)
         if self._in_hooks:
-            self.unsplittable.add(segment)
+            self.unsplittable.add(transfer.target_segment)
         if self.diverged or self.record is None:
-            text = stage.transport.announced(self.index, transfer)
+            text = stage.transport.announced(message)
             if not spec.text.startswith(text):
                 stage.failed_alone = True  # the sender has got its message off, and waits for others
                 raise UsageError(
@@ -543,8 +529,9 @@ class Microbatch:
                     hint="a step runs on every pipeline rank, and what it does between layers (a slice, say) must not"
                     " depend on the rank or on data of its own",
                 )
-        value = stage.transport.receive(self.index, transfer)
-        return self.backward_work.add_receive(value, transfer, segment) if spec.requires_grad else value
+        value = stage.transport.receive(message)
+        assert value is not None, "only gradients may be None"
+        return self.backward_work.add_receive(value, transfer) if spec.requires_grad else value
 
     def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
         """Return the next transfer of the record; diverge where that is another one, or there is none."""
@@ -594,7 +581,6 @@ class Microbatch:
             self._leave_record("it ended before the first one", None)
 
     def make_record(self) -> TransferRecord:
-        """Return the transfers that this microbatch has made, for later ones to follow."""
         changed = [number for number, sent, version in self._sent_versions if version_of(sent) != version]
         self._sent_versions.clear()
         return TransferRecord(tuple(self.transfers), frozenset(changed))
@@ -605,7 +591,6 @@ class Microbatch:
         """Note where backward starts, and with which gradients times `scale`; the schedule decides when it runs.
 
         Args:
-            roots: the losses.
             grads: for each root its gradient, None for one that is a scalar.
         """
         self.has_backward = True
@@ -624,8 +609,8 @@ class Microbatch:
                     refuse_made_of_weights(root, self.stage)
                 start = None if grad is None else self._transfer_once(grad, owner)
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
-                    given = None if start is None else self._local_value(start)
-                    start = root_gradient(value, given, scale)
+                    gradient = None if start is None else self._local_value(start)
+                    start = root_gradient(value, gradient, scale)
                     self.backward_work.add_root(value, start, self.segments[self._rank])
 
     def note_hooks(self, change: int) -> None:
@@ -638,7 +623,6 @@ class Microbatch:
         self.unsplittable.add(self.segments[self._rank])
 
     def release(self) -> None:
-        """Let go of everything that is kept for backward."""
         self.backward_work.release()
         self._weights.clear()
         self._fresh.clear()

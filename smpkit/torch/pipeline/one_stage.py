@@ -20,7 +20,7 @@ from smpkit.torch.pipeline.backward import run_backward
 from smpkit.torch.pipeline.random_streams import RandomStreams, call_without_operation_streams
 from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.units import units_of
-from smpkit.torch.recording.recorder import current_recorder, recorded_backward, recorded_microbatch
+from smpkit.torch.recording.recorder import recorded_backward, recorded_microbatch
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
@@ -81,11 +81,8 @@ class OneStage:
             for begin in self._participants.begin_microbatch:
                 begin(index)
             begin_action(Kind.FORWARD.value, index)
-            if current_recorder() is None:
+            with recorded_microbatch(index):
                 output = body(calls[index])
-            else:
-                with recorded_microbatch(index):
-                    output = body(calls[index])
             # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
             outputs.append(map_leaves(_detached, output) if step.detach_outputs else output)
             step.end_microbatch()
@@ -95,9 +92,9 @@ class OneStage:
         self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
     ) -> None:
         """Run backward now; inside a step or outside any."""
-        given: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
+        gradients: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
         with _NoTorchFunction():  # looking at a loss is no operation between units
-            scaled = list(map(root_gradient, roots, given, [scale] * len(roots)))
+            scaled = list(map(root_gradient, roots, gradients, [scale] * len(roots)))
         step, participants = state.step, self._participants
         if step is not None:
             for prepare in participants.before_backward:
@@ -107,11 +104,8 @@ class OneStage:
         self._in_backward = True
         try:
             # Without streams: backward has no operations of the step, as over a pipeline.
-            if current_recorder() is None:
+            with recorded_backward():
                 call_without_operation_streams(run_backward, roots, scaled)
-            else:
-                with recorded_backward():
-                    call_without_operation_streams(run_backward, roots, scaled)
         except BaseException as error:
             if step is None:  # else the step is abandoned as a whole
                 for abandon in participants.abandon_step:

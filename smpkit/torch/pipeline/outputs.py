@@ -110,7 +110,7 @@ class OutputSpecs:
     def __init__(self) -> None:
         self._kinds: dict[tuple[Any, ...], CallKind] = {}
         self._with_other_floats: dict[tuple[Any, ...], CallKind] = {}
-        """By their keys without floats, the latest kinds of which it is known what they return."""
+        """By key without floats, the latest kind of call whose output spec is known."""
         self.latest: dict[Any, CallKind] = {}
         """By target; see [Note: the latest call]."""
 
@@ -122,7 +122,7 @@ class OutputSpecs:
         """Return the kind of call with this key, which is the latest of its target from now on.
 
         Args:
-            args: the arguments, if `key` describes nothing else.
+            args: the positional arguments; None where later calls cannot be compared by them alone.
         """
         kind = self._kinds.get(key)
         if kind is None:
@@ -138,7 +138,7 @@ class OutputSpecs:
         self._with_other_floats[_without_floats(kind.key)] = kind
 
     def expect_other_floats(self, kind: CallKind) -> bool:
-        """Expect of a kind of call what another one returns that has other floats (a temperature), if there is one.
+        """Expect a kind of call to return what one with other floats (a temperature) has returned, if there is one.
 
         They seldom decide shapes; if they do, the owner says so.
         """
@@ -249,8 +249,8 @@ def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any
     inside = children(output_spec)
     if inside is None:
         return output_spec
-    made = rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
-    return closed(made) if type(made) is _Opened else made
+    result = rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
+    return closed(result) if type(result) is _Opened else result
 
 
 def has_same_specs(left: Any, right: Any) -> bool:
@@ -324,8 +324,8 @@ def infer_output(
         with without_dispatch_modes(), _without_hooks():
             function, args, kwargs = _without_deciding_values(function, args, kwargs)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                given = map_tensors(fake, (args, kwargs))
-                output = function(*given[0], **given[1])
+                args, kwargs = map_tensors(fake, (args, kwargs))
+                output = function(*args, **kwargs)
         return MISSING if any(map(version_of, fakes.values())) else map_tensors(spec_of_unwrapped, output)
     except Exception:
         # A result whose shape depends on data, or an operation that is wrong: its owner will say so.

@@ -93,7 +93,6 @@ def _leads_to_a_weight(grad_fn: Any, stage: StageContext) -> bool:
 
 
 def parameter_change_error(name: str, parameter: torch.Tensor) -> UsageError:
-    """Return the error for a change between units of a parameter that not every rank holds."""
     return UsageError(
         f"`{name}` changed in place, between modules, a parameter of shape {list(parameter.shape)} that not every"
         " pipeline rank holds",
@@ -140,7 +139,7 @@ class NonResident(torch.Tensor):
         if func in _FROM_SHAPE or (name in _GETS_OR_SETS and func not in PROPERTIES):
             return result
         origin = next(_nonresident_in((args, kwargs))).name_and_owner
-        return map_tensors(lambda made: _as_nonresident(made, NonResident, origin) if type(made) is T else made, result)
+        return map_tensors(lambda each: _as_nonresident(each, NonResident, origin) if type(each) is T else each, result)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.unbind())  # else rows would come without the mark
@@ -163,7 +162,6 @@ class NonResident(torch.Tensor):
         return self._as_torch_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _as_torch_tensor(self) -> torch.Tensor:
-        """Return it as a plain tensor or parameter, with the values that this rank has."""
         with _NoTorchFunction():
             value = self.detach()
             plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
@@ -176,9 +174,9 @@ class _NonResidentParameter(NonResident, nn.Parameter):
 
 
 def mark_nonresident_parameters(placement: Placement) -> None:
-    """Make code raise that reads the numbers of weights that this rank does not hold.
+    """Let reads of the numbers of weights raise that this rank does not hold.
 
-    They stay the same objects. Parameters of the user's own classes are left alone, since those may behave otherwise.
+    The weights stay the same objects. Those of the user's own classes are left alone: they may behave otherwise.
     """
     for each in placement:
         if not each.is_here and type(each.parameter) is nn.Parameter:
@@ -270,7 +268,6 @@ class SharedTensor:
         return version_of(tensor) if isinstance(tensor, torch.Tensor) else 0
 
     def refuse_change(self, rank: int) -> NoReturn:
-        """Raise the error for a change in place on rank `rank`."""
         raise UsageError(
             f"`{self.name}`, which modules on pipeline {name_ranks(self.ranks)} share, was changed in place by one on"
             f" rank {rank}: the others keep it as it was",
@@ -281,16 +278,16 @@ class SharedTensor:
 def shared_tensors(root: nn.Module, placement: Placement) -> list[SharedTensor]:
     """Return what this rank's modules share with those of others, before modules leave this rank."""
     ranks_of: defaultdict[int, set[int]] = defaultdict(set)
-    found: list[tuple[str, nn.Module, str, int]] = []
+    here: list[tuple[str, nn.Module, str, int]] = []
     for module, names in names_by_module(root).items():
         pp_ranks = {rank for name in names if (rank := placement.pp_rank_of(name)) is not None}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for key, tensor in tensors if pp_ranks else ():
             ranks_of[id(tensor)] |= pp_ranks
             if state.pp_rank in pp_ranks:
-                found.append((f"{names[0]}.{key}", module, key, id(tensor)))
+                here.append((f"{names[0]}.{key}", module, key, id(tensor)))
     return [
         SharedTensor(name, module, key, sorted(ranks_of[tensor]))
-        for name, module, key, tensor in found
+        for name, module, key, tensor in here
         if len(ranks_of[tensor]) > 1
     ]

@@ -45,6 +45,7 @@ from smpkit.torch.tensor_parallel.agreement import common_seed
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
+_ASSIGNMENT: Final = "the partition assignment"
 _NUMBERS: Final = (int, float)
 """What changes from step to step (a scale of the loss, a count) and seldom decides what is called."""
 _NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("requires_grad")
@@ -65,7 +66,6 @@ class Pipeline:
     """One rank's part in running `root` over the ranks of PP_GROUP.
 
     Args:
-        participants: the parts of the model that prepare for its last backward.
         measures_times: whether the time that units take decides how the model is partitioned.
         on_placement: called once with `root` and the rank of each module, before modules leave this rank.
     """
@@ -94,9 +94,7 @@ class Pipeline:
         """The assignment restored from a checkpoint; reused if it fits."""
         self._failure: str | None = None
         """The error that has ended a step."""
-        # One rank of the job: where data is sharded wrongly, it is so everywhere.
-        reports = (state.pp_rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
-        self._inputs = Inputs(self._transport.hosts, state.pp_rank, state.pp_size, state.device, reports=reports)
+        self._inputs = Inputs(self._transport.hosts)
 
     @property
     def random(self) -> RandomStreams | None:
@@ -109,11 +107,6 @@ class Pipeline:
 
         Args:
             call: names the step and what else decides what runs, in words.
-            arguments: what this rank has passed.
-
-        Raises:
-            UsageError: pp_rank 0 has called something else, or passed an object that this rank lacks; or a step before
-                has ended with an exception.
         """
         if self._failure is not None:
             raise UsageError(
@@ -144,23 +137,18 @@ class Pipeline:
     # --- partitioning ----------------------------------------------------------------------------------------------
 
     def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> Placement:
-        """Partition the model at the first step: agree on an assignment, place the modules, make the executor.
-
-        Raises:
-            UsageError: costs are to be measured, and the model has no weights yet.
-        """
+        """Partition the model at the first step: agree on an assignment, place the modules, make the executor."""
         self._check_weights()
         refuse_compiled(self._root)
+        hosts = self._transport.hosts
         if state.pp_rank == 0:
-            self.assignment = self._agree_on_assignment(TrialStep(body, call.args, call.kwargs))
-            seed = common_seed()
-            facts = None if self.facts is None else self.facts.to_json()
-            self._transport.hosts.send_object((self.assignment.to_json(), facts, seed), what="the partition assignment")
+            decided = (*self._agree_on_assignment(TrialStep(body, call.args, call.kwargs)), common_seed())
+            hosts.send_object(decided, what=_ASSIGNMENT)
         else:
-            text, facts, seed = self._transport.hosts.receive_object(0, "the partition assignment")
-            self.assignment = Assignment.from_json(text)
-            self.facts = None if facts is None else ModelFacts.from_json(facts)
-        pp_rank_of_unit = self.assignment.partition_of
+            decided = hosts.receive_object(0, _ASSIGNMENT)
+        assignment, self.facts, seed = decided
+        self.assignment = assignment
+        pp_rank_of_unit = assignment.partition_of
         self._on_placement(self._root, pp_rank_of_unit)
         refuse_compiled(self._root, pp_rank_of_unit)
         placement = Placement(self._root, pp_rank_of_unit)
@@ -182,7 +170,7 @@ class Pipeline:
         if (recorder := current_recorder()) is not None:
             recorder.attach(self._executor)
         if state.rank == 0:
-            announce([*self._measurement_lines(), *self.assignment.log_lines()])
+            announce([*self._measurement_lines(), *assignment.log_lines()])
         return placement
 
     def _check_weights(self) -> None:
@@ -194,7 +182,6 @@ class Pipeline:
             )
 
     def _measurement_lines(self) -> list[str]:
-        """Describe how the partition was measured (log lines)."""
         if not self._measures_times:
             return []
         if not state.cfg.auto_partition:
@@ -203,26 +190,22 @@ class Pipeline:
             return ["skip_tracing is on: partitioned by parameter sizes, not by measured execution times."]
         return [f"Partitioned by execution times of one microbatch, measured on rank 0 ({state.device})."]
 
-    def _agree_on_assignment(self, step: TrialStep) -> Assignment:
+    def _agree_on_assignment(self, step: TrialStep) -> tuple[Assignment, ModelFacts]:
         """Decide on the first replica for all of them: others may have other shapes, and would measure other times."""
         if not (state.cfg.ddp and state.dp_size > 1):
             return self._decide(step)
-        group = state.process_group(CommGroup.DP_GROUP)
-        told: Any = None
-        if state.dp_rank == 0:
-            assignment = self._decide(step)
-            told = assignment.to_json(), None if self.facts is None else self.facts.to_json()
-        text, facts = object_from(0, told, group, "the partition assignment")
-        self.facts = None if facts is None else ModelFacts.from_json(facts)
-        return Assignment.from_json(text)
+        decided: Any = self._decide(step) if state.dp_rank == 0 else None
+        agreed: tuple[Assignment, ModelFacts] = object_from(
+            0, decided, state.process_group(CommGroup.DP_GROUP), _ASSIGNMENT
+        )
+        return agreed
 
-    def _decide(self, step: TrialStep) -> Assignment:
+    def _decide(self, step: TrialStep) -> tuple[Assignment, ModelFacts]:
         cfg = state.cfg
         resumed = self.resumed if cfg.auto_partition else None
         if resumed is not None and self._fits_model(resumed):
             # Nothing is planned anew, so no trace is worth a slow first step.
-            self.facts = model_facts(self._root, measure_units(self._root, units_of(self._root), None), {})
-            return resumed
+            return resumed, model_facts(self._root, measure_units(self._root, units_of(self._root), None), {})
         places: Mapping[str, int] = {}
         if not cfg.auto_partition:
             pins = manual_placement(self._root)
@@ -234,8 +217,7 @@ class Pipeline:
             costs = measure_units(self._root, units_of(self._root), lambda: run_fake(self._root, step))
             if self._measures_times:
                 costs = measure_times(self._root, costs, step, state.device)
-        self.facts = model_facts(self._root, costs, places)
-        return assign_units(cfg, costs, places)
+        return assign_units(cfg, costs, places), model_facts(self._root, costs, places)
 
     def _fits_model(self, assignment: Assignment) -> bool:
         """Return whether an assignment fits this model: the script may have changed since it was saved."""
@@ -289,11 +271,7 @@ class Pipeline:
     def backward(
         self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
     ) -> None:
-        """Note that the current microbatch's backward starts at `roots`; the schedule decides when it runs.
-
-        Raises:
-            UsageError: outside a step, or where steps have no backward.
-        """
+        """Note that the current microbatch's backward starts at `roots`; the schedule decides when it runs."""
         if state.step is None:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
         if state.cfg.pipeline == "_only_forward":

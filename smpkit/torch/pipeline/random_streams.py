@@ -57,10 +57,9 @@ _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _Kept = tuple[Any, int | None]
 """What the end of a call needs: the mode that was taken away, and the caller's next seed."""
 _BENEATH: Final = object()
-"""Instead of the mode, where it stays."""
+"""Stands for the mode where another one lies above it, so that it cannot be taken away."""
 
 _NOTHING: Final = contextlib.nullcontext()
-_WithoutModes: Final = torch._C.DisableTorchFunction
 _CPU: Final = torch.default_generator
 
 # The C functions behind torch.overrides, without its Python: every call of a layer uses them.
@@ -95,11 +94,9 @@ class RandomStreams:
         self._operation_streams = _OperationStreams(self)
 
     def state(self) -> _Generators:
-        """Return the states of the generators."""
         return _CPU.get_state(), None if self._device is None else self._device.get_state()
 
     def restore(self, state: _Generators) -> None:
-        """Restore the states of the generators."""
         _CPU.set_state(state[0])
         if state[1] is not None and self._device is not None:
             self._device.set_state(state[1])
@@ -133,7 +130,6 @@ class RandomStreams:
         return self.active and not self.num_closed and not _CPU.initial_seed() & 1
 
     def begin_microbatch(self, index: int) -> None:
-        """Start the stream of a microbatch."""
         if self.active:
             self._go_on(self._seeds.open(mix(self._mixed_step, index)))
 
@@ -165,7 +161,6 @@ class RandomStreams:
         """Begin a call; `leave` ends it.
 
         Args:
-            name: of the module or operation.
             closed: whether what happens inside draws from the stream as it is, as in a unit, and not by calls.
         """
         mode = later = None

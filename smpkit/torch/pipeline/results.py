@@ -27,11 +27,7 @@ _WHAT: Final = "the end of the step"
 
 
 class Results:
-    """What a step returns on this rank; made when all its forwards have run here.
-
-    Args:
-        outputs: what the microbatches returned, in order; stage tensors anywhere in it.
-    """
+    """What a step returns on this rank; made when all its forwards have run here."""
 
     def __init__(self, stage: StageContext, microbatches: Sequence[Microbatch], outputs: list[Any]) -> None:
         self._stage = stage
@@ -45,11 +41,7 @@ class Results:
         self._is_packed = devices.record_event(stage.device)
 
     def share(self) -> list[Any]:
-        """Return the outputs with the data of their owners.
-
-        Raises:
-            UsageError: this rank made other calls in the step than a neighbour.
-        """
+        """Return the outputs with the data of their owners, if the neighbours have made the same calls in the step."""
         stage, hosts = self._stage, self._stage.transport.hosts
         neighbours = [rank for rank in (stage.rank - 1, stage.rank + 1) if 0 <= rank < stage.size]
         checksums = self._checksums()
@@ -83,12 +75,12 @@ class Results:
             if abs(target - owner) > abs(stage.rank - owner):
                 stage.transport.hosts.send_bytes(packed, target, Tag.OUTPUTS, _WHAT)
         if owner == stage.rank:
-            found = [value.value.detach() for value in values if value.value is not None]
+            tensors = [value.value.detach() for value in values if value.value is not None]
         else:
             # Copies, since the block is being sent to the next rank, and small outputs would keep all of it alive.
-            found = unpack(devices.to_device(packed, stage.device), specs)
+            tensors = unpack(devices.to_device(packed, stage.device), specs)
         # With the same strides on all ranks: an output may be an argument of the next step.
-        return [to_layout(tensor, spec.as_sent.order) for tensor, spec in zip(found, specs, strict=True)]
+        return [to_layout(tensor, spec.as_sent.order) for tensor, spec in zip(tensors, specs, strict=True)]
 
     def _raise_mismatch(self, rank: int) -> None:
         """Exchange call traces with a neighbour, which sees the mismatch as well, and raise the difference."""

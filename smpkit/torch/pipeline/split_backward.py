@@ -126,11 +126,11 @@ def _groups_of(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[l
         shape.append(_NodeShape(kind, _variable(node).dim() if kind is _ACCUMULATE else -1, tuple(after)))
     ends = frozenset([numbers[node] for leaf in inputs if (node := get_gradient_edge(leaf).node) in numbers])
     groups, first_half = _split(tuple(shape), num_roots, ends)
-    found = [
+    weight_groups = [
         _WeightGroup(tuple([nodes[each] for each in boundaries]), tuple([_variable(nodes[each]) for each in leaves]))
         for boundaries, leaves in groups
     ]
-    return found, [_variable(nodes[each]) for each in first_half]
+    return weight_groups, [_variable(nodes[each]) for each in first_half]
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,102 +140,85 @@ def _split(
     """Return the groups of a graph, each as boundary nodes and leaves, and the leaves of the first half.
 
     Microbatches of a kind have graphs of one shape.
-    """
-    return _Graph(shape, num_roots, inputs).groups()
-
-
-class _Graph:
-    """The shape of the autograd graph below some tensors, and which of its nodes reach an input.
 
     Args:
-        num_roots: how many of the first nodes are roots.
+        shape: of all nodes, by number; the first `num_roots` are roots.
         inputs: the nodes of inputs.
     """
+    if any(node.kind.__name__ == _REENTRANT for node in shape):
+        return (), ()
+    reaches_input, leaves_below = _classified(shape, num_roots, inputs)
+    boundaries: dict[int, frozenset[int]] = {}
+    for node in sorted(reaches_input):
+        off_path = [leaves_below[each] for each in shape[node].after if each not in reaches_input]
+        if leaves := frozenset[int]().union(*off_path):
+            boundaries[node] = leaves
+    # A root that reaches no input is not a boundary node: nothing of it runs in the first half otherwise.
+    first_half = {leaf for root in range(num_roots) if root not in reaches_input for leaf in leaves_below[root]}
+    users: defaultdict[int, set[int]] = defaultdict(set)
+    for boundary, leaves in boundaries.items():
+        # A custom Function would run twice, with its side effects. Biases and norms alone are cheaper than another
+        # start of the engine.
+        if issubclass(shape[boundary].kind, _CUSTOM) or all(shape[leaf].num_dims < 2 for leaf in leaves):
+            first_half |= leaves
+        for leaf in leaves:
+            users[leaf].add(boundary)
+    # Where one boundary node of a weight leads to another, a backward from the former to the weight would run the
+    # latter again.
+    shared = [(leaf, nodes) for leaf, nodes in users.items() if len(nodes) > 1 and leaf not in first_half]
+    first_half |= {leaf for leaf, nodes in shared if _are_chained(shape, nodes, reaches_input)}
+    groups = []
+    for group in _groups({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
+        late = {leaf for boundary in group for leaf in boundaries[boundary]} - first_half
+        groups.append((tuple(group), tuple(sorted(late))))
+    return tuple(groups), tuple(sorted(first_half))
 
-    def __init__(self, shape: tuple[_NodeShape, ...], num_roots: int, inputs: frozenset[int]) -> None:
-        self._shape, self._roots = shape, range(num_roots)
-        self._reaches_input: set[int] = set()
-        self._leaves_below: dict[int, frozenset[int]] = {}
-        """For nodes that reach no input, the leaves that they lead to."""
-        self._can_split = True
-        for node in self._post_order():
-            self._classify(node, inputs)
 
-    def groups(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
-        """Return what `_split` returns."""
-        if not self._can_split:
-            return (), ()
-        boundaries = {node: off for node in sorted(self._reaches_input) if (off := self._leaves_off_path(node))}
-        first_half = self._first_half_leaves(boundaries)
-        groups = []
-        for group in _groups({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
-            leaves = {leaf for boundary in group for leaf in boundaries[boundary]} - first_half
-            groups.append((tuple(group), tuple(sorted(leaves))))
-        return tuple(groups), tuple(sorted(first_half))
-
-    def _post_order(self) -> Iterator[int]:
-        """Yield every node once, after all that it leads to; in a loop, since graphs are deeper than Python's stack."""
-        stack = [(root, False) for root in self._roots]
-        seen: set[int] = set()
-        while stack:
-            node, is_done = stack.pop()
-            if is_done:
-                yield node
-            elif node not in seen:
-                seen.add(node)
-                stack.append((node, True))
-                stack += [(each, False) for each in self._shape[node].after]
-
-    def _classify(self, node: int, inputs: frozenset[int]) -> None:
-        kind, _, after = self._shape[node]
-        self._can_split = self._can_split and kind.__name__ != _REENTRANT
-        if node in inputs or any(each in self._reaches_input for each in after):
-            self._reaches_input.add(node)
+def _classified(
+    shape: Sequence[_NodeShape], num_roots: int, inputs: frozenset[int]
+) -> tuple[set[int], dict[int, frozenset[int]]]:
+    """Return the nodes that reach an input, and of all others the leaves that they lead to."""
+    reaches_input: set[int] = set()
+    leaves_below: dict[int, frozenset[int]] = {}
+    for node in _post_order(shape, num_roots):
+        kind, _, after = shape[node]
+        if node in inputs or any(each in reaches_input for each in after):
+            reaches_input.add(node)
         elif kind is _ACCUMULATE:
-            self._leaves_below[node] = frozenset((node,))
+            leaves_below[node] = frozenset((node,))
         elif len(after) == 1:
-            self._leaves_below[node] = self._leaves_below[after[0]]
+            leaves_below[node] = leaves_below[after[0]]
         else:
-            self._leaves_below[node] = frozenset().union(*(self._leaves_below[each] for each in after))
+            leaves_below[node] = frozenset[int]().union(*(leaves_below[each] for each in after))
+    return reaches_input, leaves_below
 
-    def _leaves_off_path(self, node: int) -> frozenset[int]:
-        """Return the leaves that a node leads to by those of its edges that reach no input."""
-        off = [self._leaves_below[each] for each in self._shape[node].after if each not in self._reaches_input]
-        return frozenset().union(*off) if off else frozenset()
 
-    def _first_half_leaves(self, boundaries: dict[int, frozenset[int]]) -> frozenset[int]:
-        """Return the leaves whose gradients the first half makes."""
-        # A root that reaches no input is not a boundary node: nothing of it runs in the first half otherwise.
-        first_half = {
-            leaf for root in self._roots if root not in self._reaches_input for leaf in self._leaves_below[root]
-        }
-        users: defaultdict[int, list[int]] = defaultdict(list)
-        for boundary, leaves in boundaries.items():
-            # A custom Function would run twice, with its side effects. Biases and norms alone are cheaper than another
-            # start of the engine.
-            is_custom = issubclass(self._shape[boundary].kind, _CUSTOM)
-            if is_custom or all(self._shape[leaf].num_dims < 2 for leaf in leaves):
-                first_half |= leaves
-            for leaf in leaves:
-                users[leaf].append(boundary)
-        # Where one boundary node of a weight leads to another, a backward from the former to the weight would run the
-        # latter again.
-        shared = [(leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in first_half]
-        return frozenset(first_half | {leaf for leaf, found in shared if self._are_chained(set(found))})
+def _post_order(shape: Sequence[_NodeShape], num_roots: int) -> Iterator[int]:
+    """Yield every node once, after all that it leads to; in a loop, since graphs are deeper than Python's stack."""
+    stack = [(root, False) for root in range(num_roots)]
+    seen: set[int] = set()
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(each, False) for each in shape[node].after]
 
-    def _are_chained(self, boundaries: set[int]) -> bool:
-        """Return whether one of the boundary nodes leads to another."""
-        seen: set[int] = set()
-        for boundary in boundaries:
-            stack = [each for each in self._shape[boundary].after if each in self._reaches_input]
-            while stack:
-                node = stack.pop()
-                if node in boundaries:
-                    return True
-                if node not in seen:
-                    seen.add(node)
-                    stack += [each for each in self._shape[node].after if each in self._reaches_input]
-        return False
+
+def _are_chained(shape: Sequence[_NodeShape], boundaries: set[int], reaches_input: set[int]) -> bool:
+    """Return whether one of the boundary nodes leads to another."""
+    seen: set[int] = set()
+    stack = [each for boundary in boundaries for each in shape[boundary].after]
+    while stack:
+        node = stack.pop()
+        if node in boundaries:
+            return True
+        if node in reaches_input and node not in seen:
+            seen.add(node)
+            stack += shape[node].after
+    return False
 
 
 def _groups(leaves_of: dict[int, frozenset[int]]) -> Iterator[list[int]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import nn
 
-from smpkit.torch.core import devices
 from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.transport import Transport
@@ -25,10 +24,7 @@ class StageContext:
     """One rank of a pipeline.
 
     Args:
-        rank, size: pp_rank, or `NO_RANK`, and pp_size.
-        device: where this rank computes.
-        transport: the way to the other ranks.
-        random: streams of random numbers.
+        rank: pp_rank, or `NO_RANK`.
         pp_ranks: by id of a parameter of the model, the ranks that hold it.
     """
 
@@ -84,10 +80,6 @@ class StageContext:
             for microbatch in microbatches:
                 microbatch.call_trace.append(self._trainable_entry)
 
-    def remote_modules_with_hooks(self) -> list[str]:
-        """Return the names of other ranks' modules that have forward hooks, which run on those ranks."""
-        return [name for name, module in self.remote_modules.items() if module._forward_hooks]
-
     def weight_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the weight that a tensor is, or is a view of; None if it is none, or every rank holds it."""
         if id(tensor) in self.parameter_owners:
@@ -95,10 +87,5 @@ class StageContext:
         return tensor._base if id(tensor._base) in self.parameter_owners else None
 
     def holds(self, rank: int, parameter: torch.Tensor) -> bool:
-        """Return whether a rank holds a parameter."""
         pp_ranks = self._pp_ranks.get(id(parameter))
         return pp_ranks is None or rank in pp_ranks
-
-    def synchronize(self) -> None:
-        """Wait for the current stream, to time the GPU's work and not its launch."""
-        devices.wait_for_stream(self.device)

@@ -37,11 +37,6 @@ class Current:
 
 
 def current_microbatch() -> Microbatch:
-    """Return the microbatch whose code runs now.
-
-    Raises:
-        UsageError: no step is running.
-    """
     microbatch = Current.microbatch
     if microbatch is None:
         raise UsageError(
@@ -140,7 +135,6 @@ class StageTensor(torch.Tensor):
         self.changed_by, self.spec, self.copies = name, replace(self.spec), _NONE
 
     def refuse_stale(self) -> None:
-        """Raise UsageError if it is stale."""
         if self.changed_by is not None:
             raise UsageError(
                 f"{self!r} was used after `{self.changed_by}`, which lies on another pipeline rank, had changed its"
@@ -172,18 +166,18 @@ def make_stage_tensor(
 ) -> StageTensor:
     """Return a stage tensor, with its data if this rank owns it."""
     # All by position, which is a fifth faster: no storage offset, memory format, pinned memory.
-    made: StageTensor = _make_wrapper(
+    tensor: StageTensor = _make_wrapper(
         StageTensor, spec.shape, spec.stride, None, None, spec.dtype, _STRIDED, device, False, spec.requires_grad
     )
-    made.__dict__ = {"spec": spec, "owner": owner, "value": value, "segment": segment}  # faster than four assignments
-    return made
+    tensor.__dict__ = {"spec": spec, "owner": owner, "value": value, "segment": segment}  # faster than four assignments
+    return tensor
 
 
 def become_stage_tensor(tensor: torch.Tensor, owner: int, value: torch.Tensor | None, segment: int) -> None:
     """Let a tensor that every rank has be a stage tensor from now on, for all who refer to it.
 
     Args:
-        value: what shares its memory, if this rank is to own it.
+        value: a tensor in the same memory, on the rank that is to own it; None on the others.
     """
     spec = spec_of(tensor)
     tensor.__class__ = StageTensor
@@ -303,8 +297,8 @@ def _mask_counts(_value: Any, index: Any = None, **names: Any) -> tuple[int, ...
 
 def _sum_and_max(*args: Any, **names: Any) -> tuple[int, ...]:
     """Return sum and maximum of lengths or repetitions."""
-    found = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
-    return tuple([int(number) for part in found for number in (part.sum(), part.max())])
+    lengths = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
+    return tuple([int(number) for part in lengths for number in (part.sum(), part.max())])
 
 
 def _plain(*values: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ ranks, since all have the same graph. A `StepPlan` is what one rank needs to run
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple
 
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.torch.pipeline.messages import Message, TransferRecord
+from smpkit.torch.pipeline.messages import Message, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.microbatch import Microbatch
 
 _LOOKAHEAD: Final = 2
@@ -54,15 +55,19 @@ class StepPlan:
         rank, record = microbatch.stage.rank, microbatch.make_record()
         actions = schedule.actions[rank]
         split = frozenset(action.segment for action in actions if action.kind is Kind.WEIGHT) - microbatch.unsplittable
-        forward = [each for each in record.transfers if each.target == rank]
-        backward = [each for each in record.transfers if each.source == rank and each.spec.requires_grad]
-        receives: list[list[Message]] = []
-        for action in actions:  # a weight half receives nothing
-            index, segment = action.microbatch, action.segment
-            values = [each for each in forward if action.kind is Kind.FORWARD and each.target_segment == segment]
-            gradients = [each for each in backward if action.kind is Kind.BACKWARD and each.source_segment == segment]
-            receives.append([Message(index, each, False) for each in values])
-            receives[-1] += [Message(index, each, True) for each in gradients]
+        arrivals: defaultdict[tuple[Kind, int], list[P2PTransfer]] = defaultdict(list)
+        for transfer in record.transfers:
+            if transfer.target == rank:
+                arrivals[Kind.FORWARD, transfer.target_segment].append(transfer)
+            if transfer.source == rank and transfer.spec.requires_grad:
+                arrivals[Kind.BACKWARD, transfer.source_segment].append(transfer)
+        receives = [
+            [
+                Message(action.microbatch, transfer, action.kind is Kind.BACKWARD)
+                for transfer in arrivals.get((action.kind, action.segment), ())
+            ]
+            for action in actions
+        ]
         return cls(schedule, rank, record, split, tuple(_planned(actions, receives, split)))
 
     @property
@@ -85,11 +90,7 @@ def _planned(
 
 
 def num_ahead(received_bytes: Sequence[int]) -> int:
-    """Return for how many of a rank's first actions receives are posted before its first wait.
-
-    Args:
-        received_bytes: of each action of the rank, in order.
-    """
+    """Return for how many of a rank's first actions, which receive so many bytes, receives precede its first wait."""
     return max(1, sum(num_bytes <= _AHEAD_BYTES for num_bytes in accumulate(received_bytes)))
 
 

@@ -34,9 +34,7 @@ class Transport:
     """One rank's end of the pipeline's connections.
 
     Args:
-        group: the pipeline's ranks (PP_GROUP), for CPU tensors.
-        ranks: their global ranks, for messages.
-        device: where values live.
+        group, ranks: see `HostLink`.
         between_gpus: groups for messages from GPU to GPU, to higher ranks and to lower ones; None: values go through
             the hosts.
     """
@@ -59,66 +57,20 @@ class Transport:
         if self.gpus is not None:
             self.gpus.connect([(transfer.source, transfer.target) for transfer in transfers])
 
-    def send(self, tensor: torch.Tensor, microbatch: int, transfer: P2PTransfer, *, copy: bool = False) -> None:
-        """Send a value (an activation) to the rank that needs it; do not wait until it has arrived.
+    def send(self, tensor: torch.Tensor | None, message: Message, *, copy: bool = False) -> None:
+        """Send a value (an activation), or its gradient back; do not wait until it has arrived.
 
         Args:
+            tensor: None: the value has no gradient.
             copy: it may be changed in place before it has arrived.
         """
-        if transfer.spec.order is not None:
-            tensor = permute_to_memory(tensor, transfer.spec.order)
-        if copy and (self._on_cpu or self.gpus is not None):  # from a GPU through the hosts, a copy travels anyway
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        self._send(tensor, Message(microbatch, transfer, False))
-
-    def send_gradient(self, gradient: torch.Tensor | None, microbatch: int, transfer: P2PTransfer) -> None:
-        """Send the gradient of a value back to the rank that sent the value; None: it has no gradient."""
-        if gradient is not None:
-            if gradient.requires_grad:
-                gradient = gradient.detach()
-            if transfer.spec.order is not None:
-                gradient = permute_to_memory(gradient, transfer.spec.order)
-        self._send(gradient, Message(microbatch, transfer, True))
-
-    def post(self, message: Message) -> None:
-        """Start a receive before its data is needed; those between GPUs begin when their headers are read."""
-        if self.gpus is None or not self.gpus.reaches(message.sender):
-            self.hosts.post(message)
-
-    def receive(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor:
-        """Return a value that another rank sends."""
-        value = self._receive(Message(microbatch, transfer, False))
-        assert value is not None, "only gradients may be None"
-        return value
-
-    def receive_gradient(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor | None:
-        """Return the gradient of a value that was sent; None if it has none."""
-        return self._receive(Message(microbatch, transfer, True))
-
-    def announce(self, microbatch: int, transfer: P2PTransfer) -> None:
-        """Tell the receiver which value `send` will send next; without a record, it may expect one of another size.
-
-        Gloo ends the process if a message is longer than its receive, and says nothing if it is shorter.
-        """
-        message = Message(microbatch, transfer, False)
-        text = torch.frombuffer(
-            bytearray(f"{transfer.spec.text:{_TEXT_BYTES}.{_TEXT_BYTES}}".encode()), dtype=torch.uint8
-        )
-        self.hosts.send_bytes(text, message.receiver, self.hosts.tag_of(message), message)
-
-    def announced(self, microbatch: int, transfer: P2PTransfer) -> str:
-        """Return the text of the spec that the sender has announced."""
-        message = Message(microbatch, transfer, False)
-        text = self.hosts.receive_bytes(_TEXT_BYTES, message.sender, self.hosts.tag_of(message), message)
-        return bytes(text.tolist()).decode().rstrip()
-
-    def end_step(self) -> None:
-        """Wait until everything that was sent has arrived."""
-        if self.gpus is not None:
-            self.gpus.end_step()
-        self.hosts.flush()
-
-    def _send(self, tensor: torch.Tensor | None, message: Message) -> None:
+        if tensor is not None:
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if message.transfer.spec.order is not None:
+                tensor = permute_to_memory(tensor, message.transfer.spec.order)
+            if copy and (self._on_cpu or self.gpus is not None):  # from a GPU through the hosts, a copy travels anyway
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
         if self.gpus is not None and self.gpus.reaches(message.receiver):
             self.gpus.send(tensor, message)
@@ -129,7 +81,13 @@ class Transport:
             tag = self.hosts.tag_of(message)
             self.recorder("send", message.receiver, num_bytes, tag, start_ns, time.perf_counter_ns())
 
-    def _receive(self, message: Message) -> torch.Tensor | None:
+    def post(self, message: Message) -> None:
+        """Start a receive before its data is needed; those between GPUs begin when their headers are read."""
+        if self.gpus is None or not self.gpus.reaches(message.sender):
+            self.hosts.post(message)
+
+    def receive(self, message: Message) -> torch.Tensor | None:
+        """Return a value or gradient that another rank sends; None: the value has no gradient."""
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
         is_direct = self.gpus is not None and self.gpus.reaches(message.sender)
         if is_direct and self.gpus is not None:
@@ -142,3 +100,23 @@ class Transport:
             tag = self.hosts.tag_of(message)
             self.recorder("receive", message.sender, num_bytes, tag, start_ns, time.perf_counter_ns())
         return value
+
+    def announce(self, message: Message) -> None:
+        """Tell the receiver which value `send` will send next; without a record, it may expect one of another size.
+
+        Gloo ends the process if a message is longer than its receive, and says nothing if it is shorter.
+        """
+        text = f"{message.transfer.spec.text:{_TEXT_BYTES}.{_TEXT_BYTES}}".encode()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.hosts.send_bytes(data, message.receiver, self.hosts.tag_of(message), message)
+
+    def announced(self, message: Message) -> str:
+        """Return the text of the spec that the sender has announced."""
+        text = self.hosts.receive_bytes(_TEXT_BYTES, message.sender, self.hosts.tag_of(message), message)
+        return bytes(text.tolist()).decode().rstrip()
+
+    def end_step(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        if self.gpus is not None:
+            self.gpus.end_step()
+        self.hosts.flush()

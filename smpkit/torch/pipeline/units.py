@@ -156,11 +156,7 @@ def _names_custom_function(value: Any, methods: Mapping[str, Any], depth: int = 
 
 
 class _Call(ModuleCall):
-    """The call of a module, which runs it where that is to be.
-
-    Args:
-        pp_ranks: of the units that it is a part of, or that are parts of it.
-    """
+    """The call of a module, which runs it where that is to be."""
 
     is_here = True
     """Whether it is a part of this rank's units, or this process stands for all ranks."""
@@ -253,7 +249,6 @@ def _explain(error: Exception, name: str) -> None:
 
 
 def vmap_error(name: str) -> UsageError:
-    """Return the error for a call under torch.vmap of a module that all ranks would have to call."""
     return UsageError(
         f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
         hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from itertools import combinations_with_replacement, pairwise
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -10,22 +11,12 @@ from smpkit.plan.partition.cut import cut
 from tests.plan.graphs import SETTINGS
 
 
-def split(items: list[int], needs: list[bool], base: list[int] | None = None) -> list[int]:
-    base = base or [0] * len(needs)
-    return cut(len(items), lambda part, start, end: base[part] + sum(items[start:end]), needs)
-
-
-def all_cuts(num_items: int, needs: list[bool]) -> list[list[int]]:
-    cuts = ([*inner, num_items] for inner in combinations_with_replacement(range(num_items + 1), len(needs) - 1))
-    return [
-        ends
-        for ends in cuts
-        if all(end - start >= need for (start, end), need in zip(pairwise([0, *ends]), needs, strict=True))
-    ]
+def split(items: list[int], num_parts: int) -> list[int]:
+    return cut(len(items), num_parts, lambda start, end: sum(items[start:end]))
 
 
 def test_the_documented_example() -> None:
-    assert split([3, 1, 4, 1, 5, 9, 2, 6], [True] * 3) == [4, 6, 8]
+    assert split([3, 1, 4, 1, 5, 9, 2, 6], 3) == [4, 6, 8]
 
 
 @pytest.mark.parametrize(
@@ -34,24 +25,17 @@ def test_the_documented_example() -> None:
     ids=["ties leave more to later parts", "one each", "even beside a giant", "one"],
 )
 def test_ties_are_broken_for_balance(items: list[int], num_parts: int, ends: list[int]) -> None:
-    assert split(items, [True] * num_parts) == ends
+    assert split(items, num_parts) == ends
 
 
-def test_parts_that_hold_something_may_get_nothing() -> None:
-    assert split([1, 1], [False, True, False], [9, 0, 9]) == [0, 2, 2]
-
-
-@given(
-    items=st.lists(st.integers(0, 9), min_size=1, max_size=8),
-    parts=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=4),
-)
+@given(items=st.lists(st.integers(0, 9), min_size=1, max_size=8), num_parts=st.integers(1, 4))
 @SETTINGS
-def test_no_cut_is_better(items: list[int], parts: list[tuple[bool, int]]) -> None:
-    needs = [need and number < len(items) for number, (need, _) in enumerate(parts)]
-    base = [value for _, value in parts]
+def test_no_cut_is_better(items: list[int], num_parts: int) -> None:
+    num_parts = min(num_parts, len(items))
 
-    def value(ends: list[int]) -> tuple[int, int]:
-        costs = [extra + sum(items[start:end]) for extra, (start, end) in zip(base, pairwise([0, *ends]), strict=True)]
+    def value(ends: Sequence[int]) -> tuple[int, int]:
+        costs = [sum(items[start:end]) for start, end in pairwise([0, *ends])]
         return max(costs), sum(cost * cost for cost in costs)
 
-    assert value(split(items, needs, base)) == min(value(ends) for ends in all_cuts(len(items), needs))
+    all_cuts = [(*inner, len(items)) for inner in combinations(range(1, len(items)), num_parts - 1)]
+    assert value(split(items, num_parts)) == min(map(value, all_cuts))

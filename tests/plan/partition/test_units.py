@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from smpkit.plan.partition.units import Node, unit_tree
 
 
@@ -49,29 +51,38 @@ def test_a_transformer_is_cut_into_leaves_and_blocks() -> None:
     assert tree.spanning == ("", "model", "model.layers")
 
 
-def test_a_block_with_a_small_sequential_inside_stays_whole() -> None:
-    mlp = stack("layers.0.mlp", leaf("layers.0.mlp.0"), leaf("layers.0.mlp.1"), kind="Sequential")
-    assert names(module("", "Model", stack("layers", module("layers.0", "Block", mlp)))) == ["layers.0"]
+SMALL = stack("layers.0.mlp", leaf("layers.0.mlp.0"), leaf("layers.0.mlp.1"), kind="Sequential")
+PARTS = stack("block.0.layer", block("block.0.layer.0", "SelfAttention"), block("block.0.layer.1", "FeedForward"))
+BLOCKS = stack("stages.0.blocks", block("stages.0.blocks.0"), block("stages.0.blocks.1"))
+ATTENTION = module("attention", "MultiheadAttention", leaf("attention.out_proj"), in_proj_weight=12)
+CASES: dict[str, tuple[Node, list[str]]] = {
+    "a small Sequential in a block": (
+        module("", "Model", stack("layers", module("layers.0", "Block", SMALL))),
+        ["layers.0"],
+    ),
+    "a list of different parts in a block": (
+        module("", "T5Stack", stack("block", module("block.0", "T5Block", PARTS))),
+        ["block.0"],
+    ),
+    "a stack of blocks in a stage": (
+        module("", "Swin", stack("stages", module("stages.0", "Stage", BLOCKS, leaf("stages.0.downsample")))),
+        ["stages.0.blocks.0", "stages.0.blocks.1", "stages.0.downsample"],
+    ),
+    "a Sequential in a Sequential": (
+        stack("", stack("0", leaf("0.0"), leaf("0.1"), kind="Sequential"), leaf("1"), kind="Sequential"),
+        ["0.0", "0.1", "1"],
+    ),
+    "weights of children that are read": (module("", "Model", ATTENTION, leaf("head")), ["attention", "head"]),
+    "parameters of the model": (module("", "Model", leaf("one"), leaf("two"), scale=4), ["one", "two"]),
+    "a single leaf": (leaf(""), [""]),
+    "an empty list": (module("", "Model", stack("layers"), leaf("head")), ["head"]),
+}
 
 
-def test_a_block_of_different_parts_in_a_list_stays_whole() -> None:
-    parts = stack("block.0.layer", block("block.0.layer.0", "SelfAttention"), block("block.0.layer.1", "FeedForward"))
-    assert names(module("", "T5Stack", stack("block", module("block.0", "T5Block", parts)))) == ["block.0"]
-
-
-def test_a_stage_that_holds_a_stack_of_blocks_is_cut_further() -> None:
-    blocks = stack("stages.0.blocks", block("stages.0.blocks.0"), block("stages.0.blocks.1"))
-    stage = module("stages.0", "Stage", blocks, leaf("stages.0.downsample"))
-    assert names(module("", "Swin", stack("stages", stage))) == [
-        "stages.0.blocks.0",
-        "stages.0.blocks.1",
-        "stages.0.downsample",
-    ]
-
-
-def test_sequentials_in_a_sequential_are_cut_further() -> None:
-    model = stack("", stack("0", leaf("0.0"), leaf("0.1"), kind="Sequential"), leaf("1"), kind="Sequential")
-    assert names(model) == ["0.0", "0.1", "1"]
+@pytest.mark.parametrize("case", CASES)
+def test_models_are_cut_where_parts_can_lie_apart(case: str) -> None:
+    model, expected = CASES[case]
+    assert names(model) == expected
 
 
 def test_a_module_with_a_stack_of_experts_stays_whole() -> None:
@@ -89,24 +100,10 @@ def test_a_module_with_a_stack_of_experts_stays_whole() -> None:
     assert [unit.name for unit in apart.units][:2] == ["first.gate", "first.experts.0"]
 
 
-def test_a_module_that_reads_its_childrens_weights_stays_whole() -> None:
-    attention = module("attention", "MultiheadAttention", leaf("attention.out_proj"), in_proj_weight=12)
-    assert names(module("", "Model", attention, leaf("head"))) == ["attention", "head"]
-
-
 def test_a_spanning_modules_own_parameters_are_loose() -> None:
     tree = unit_tree(module("", "Model", stack("layers", leaf("layers.0"), leaf("layers.1")), scale=4))
     assert [unit.name for unit in tree.units] == ["layers.0", "layers.1"]
     assert tree.loose == {"scale": 4}
-
-
-def test_the_model_itself_is_cut_although_it_has_parameters() -> None:
-    assert names(module("", "Model", leaf("one"), leaf("two"), scale=4)) == ["one", "two"]
-
-
-def test_a_single_leaf_is_a_unit_and_an_empty_list_is_none() -> None:
-    assert names(leaf("")) == [""]
-    assert names(module("", "Model", stack("layers"), leaf("head"))) == ["head"]
 
 
 def test_parameters_are_counted_once_and_ties_are_found() -> None:

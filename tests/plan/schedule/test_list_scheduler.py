@@ -18,8 +18,9 @@ from tests.plan.graphs import SETTINGS, TIED_HEAD, costs_of, graphs
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_caps_of_p_minus_rank_are_1f1b_exactly(num_ranks: int, num_microbatches: int) -> None:
     caps = [num_ranks - rank for rank in range(num_ranks)]
-    actions, _ = list_schedule(SegmentGraph.chain(num_ranks), num_microbatches, caps, Costs())
-    assert actions == looped(SegmentGraph.chain(num_ranks), num_microbatches).actions
+    graph, num_groups = SegmentGraph.chain(num_ranks), max(1, num_microbatches // num_ranks)
+    actions, _ = list_schedule(graph, num_microbatches, caps, Costs())
+    assert actions == looped(graph, num_microbatches, num_groups, warmup_per_rank=1).actions
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 6), split=st.booleans(), first=st.booleans())

@@ -11,13 +11,13 @@ UNITS = [UnitCost(name, activation_bytes=10**place, output_bytes=place) for plac
 
 def test_live_segments_are_weighed_by_what_they_keep() -> None:
     chain = one_f_one_b(2, 4)
-    assert peaks(chain, {Segment(0, 0): UNITS[:1], Segment(1, 0): UNITS[1:2]}) == [2.0, 1.0]
-    loop = looped(SegmentGraph.loop(2, 2), 4)
+    assert peaks(chain, {Segment(0, 0): UNITS[:1], Segment(1, 0): UNITS[1:2]}, {}) == [2.0, 1.0]
+    loop = looped(SegmentGraph.loop(2, 2), 4, num_groups=2, warmup_per_rank=2)
     runs = dict(zip(loop.graph.topological, ([unit] for unit in UNITS), strict=False))
     # At its peak rank 0 has three first chunks and two second ones: F2 runs before B0.1.
-    assert peaks(loop, runs)[0] == (3 * 1 + 2 * 100) / 101
+    assert peaks(loop, runs, {})[0] == (3 * 1 + 2 * 100) / 101
     unknown = {segment: [UnitCost(str(segment))] for segment in runs}
-    assert peaks(loop, unknown) == list(loop.peak_live_microbatches)
+    assert peaks(loop, unknown, {}) == list(loop.peak_live_microbatches)
 
 
 FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
@@ -30,7 +30,7 @@ def live_on_last(actions: list[tuple[Kind, int]], *run: UnitCost) -> float:
     first = tuple(Action(kind, 0, microbatch) for kind in (FORWARD, BACKWARD) for microbatch in range(2))
     last = tuple(Action(kind, 0, microbatch) for kind, microbatch in actions)
     schedule = Schedule("written by hand", SegmentGraph.chain(2), 2, (first, last), (2, 2))
-    return peaks(schedule, {Segment(rank, 0): run for rank in range(2)})[1]
+    return peaks(schedule, {Segment(rank, 0): run for rank in range(2)}, {})[1]
 
 
 def test_gradients_that_wait_for_the_second_half_of_a_backward_count_until_it_has_run() -> None:

@@ -27,9 +27,19 @@ def pieces(value: Any, count: int = 2, **options: Any) -> list[Any]:
     return [call.args[0] for call in Splitter(plain, **options).split((value,), {}, count, CPU)]
 
 
-def test_a_tensor_is_cut_into_equal_parts_along_axis_0() -> None:
-    first, second = pieces(torch.arange(4))
-    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3])
+@pytest.mark.parametrize(
+    ("value", "options", "expected"),
+    [
+        (torch.arange(4), {}, [[0, 1], [2, 3]]),
+        (torch.arange(8).view(2, 4), {"input_split_axes": {"x": 1}}, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+        (torch.arange(8).view(2, 4), {"input_split_axes": {"x": -1}}, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+        (torch.tensor(3.0), {}, [3.0, 3.0]),
+        (torch.zeros(0), {}, [[], []]),
+    ],
+    ids=["axis 0", "axis 1", "last axis", "a scalar goes to all", "empty"],
+)
+def test_a_tensor_is_cut_into_equal_parts(value: torch.Tensor, options: dict[str, Any], expected: list[Any]) -> None:
+    assert [piece.tolist() for piece in pieces(value, **options)] == expected
 
 
 def test_nested_tensors_are_cut_and_other_leaves_pass_through() -> None:
@@ -40,18 +50,6 @@ def test_nested_tensors_are_cut_and_other_leaves_pass_through() -> None:
     assert first["pair"][0].shape == (2, 3)
     assert first["pair"][1] == [None, "text", 7]
     assert first["args"] is namespace
-
-
-def test_a_named_axis_is_the_batch_axis() -> None:
-    first, _ = pieces(torch.zeros(3, 4), input_split_axes={"x": 1})
-    assert first.shape == (3, 2)
-
-
-def test_a_negative_axis_counts_from_the_end() -> None:
-    first, second = pieces(torch.arange(8).view(2, 4), input_split_axes={"x": -1})
-    assert (first.tolist(), second.tolist()) == ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
-    with pytest.raises(UsageError, match=r"shape \(2, 4\) and no axis -3 to split"):
-        pieces(torch.zeros(2, 4), input_split_axes={"x": -3})
 
 
 def test_a_microbatch_may_be_changed_in_place_and_sends_gradients_to_the_batch() -> None:
@@ -76,14 +74,6 @@ def test_objects_with_smp_slice_cut_themselves() -> None:
     assert pieces(Ragged(), input_split_axes={"x": 1}) == [(2, 0, 1), (2, 1, 1)]
 
 
-def test_a_scalar_tensor_goes_to_every_microbatch() -> None:
-    assert [piece.item() for piece in pieces(torch.tensor(3.0))] == [3.0, 3.0]
-
-
-def test_an_empty_batch_is_cut_into_empty_ones() -> None:
-    assert [piece.shape for piece in pieces(torch.zeros(0, 3))] == [(0, 3), (0, 3)]
-
-
 def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
     splitter = Splitter(body, non_split_inputs=("scale",), input_split_axes={"rest": 1, "mask": 1})
     rows, columns = torch.zeros(4, 2), torch.zeros(2, 4)
@@ -100,9 +90,10 @@ def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
     [
         (torch.zeros(5), {}, r"batch size 5 \(argument `x`, axis 0\) is not divisible by 2 microbatches"),
         (torch.zeros(4), {"input_split_axes": {"x": 1}}, r"`x` has shape \(4,\) and no axis 1 to split"),
+        (torch.zeros(2, 4), {"input_split_axes": {"x": -3}}, r"shape \(2, 4\) and no axis -3 to split"),
         (DataLoader([1]), {}, "`x` of `plain` is a DataLoader"),  # type: ignore[arg-type]
     ],
-    ids=["indivisible", "axis", "loader"],
+    ids=["indivisible", "axis", "negative axis", "loader"],
 )
 def test_what_cannot_be_cut_is_named(value: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

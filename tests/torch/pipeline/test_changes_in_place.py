@@ -19,6 +19,7 @@ import smpkit.torch as smp
 from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import over_ranks
 from tests.train import Way, run, same
 
 SHORT: dict[str, Any] = {"microbatches": 2, "batches": (4, 4)}
@@ -329,11 +330,9 @@ VIEWED = {"of its copy": viewed_there, "sent there before": sent_before}
 
 
 def view_on_a_third_rank(function: Callable[[Any, Tensor], Tensor]) -> None:
-    smp.init({"pipeline_parallel_degree": 3, "ddp": True, "auto_partition": False, "default_partition": 0})
     module = Three(function)
-    for layer, rank in ((module.middle, 1), (module.view, 2), (module.last, 2)):
-        smp.set_partition(layer, rank)
-    smp.step(mse_step)(smp.DistributedModel(module), torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    model = over_ranks(module, {module.middle: 1, module.view: 2, module.last: 2})
+    smp.step(mse_step)(model, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
 
 
 @pytest.mark.parametrize("name", VIEWED)

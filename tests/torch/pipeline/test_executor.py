@@ -22,7 +22,7 @@ from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.messages import Message, Tag
 from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.torch.steps import over_ranks, train_step
 
 WIDTH = 8
 
@@ -46,21 +46,11 @@ class Tied(nn.Module):
 
 
 def start(degree: int, microbatches: int, *, tied: bool = False, **more: Any) -> Any:
-    smp.init(
-        {
-            "pipeline_parallel_degree": degree,
-            "microbatches": microbatches,
-            "auto_partition": False,
-            "default_partition": 0,
-            "ddp": True,
-            **more,
-        }
-    )
     torch.manual_seed(3)
     module = Tied(degree) if tied else nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(degree)])
-    for rank, layer in enumerate(module.layers if isinstance(module, Tied) else module):
-        smp.set_partition(layer, rank)
-    return smp.DistributedModel(module)
+    layers = module.layers if isinstance(module, Tied) else module
+    places: dict[nn.Module, int] = {layer: rank for rank, layer in enumerate(layers)}
+    return over_ranks(module, places, microbatches=microbatches, **more)
 
 
 def executor() -> Executor:

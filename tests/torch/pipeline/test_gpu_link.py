@@ -26,7 +26,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.distributed.init import message_groups
 from smpkit.torch.pipeline.gpu_link import GpuLink
-from smpkit.torch.pipeline.messages import P2PTransfer
+from smpkit.torch.pipeline.messages import Message, P2PTransfer
 from smpkit.torch.pipeline.transport import Transport
 from tests.models import CASES, MODELS, Case
 from tests.ranks import run_ranks
@@ -62,24 +62,29 @@ def move_of(number: int) -> P2PTransfer:
     return P2PTransfer(number, 0, 1, 0, 0, spec_of(VALUES[number]).as_sent, "layers.1")
 
 
+def message_of(number: int, *, backward: bool = False) -> Message:
+    return Message(0, move_of(number), backward)
+
+
 def values_in_any_order() -> Any:
     """Send values in one order, take them in another, and send gradients back, one of which is None."""
     transport = connected()
     if smp.pp_rank() == 0:
         for number in VALUES:
-            transport.send(value_of(number), 0, move_of(number))
-        back = [transport.receive_gradient(0, move_of(number)) for number in (5, 0, 1)]
+            transport.send(value_of(number), message_of(number))
+        back = [transport.receive(message_of(number, backward=True)) for number in (5, 0, 1)]
         result: Any = [None if gradient is None else gradient.tolist() for gradient in back[1:]]
         assert back[0] is not None
         assert torch.equal(back[0], value_of(5) * 2)
     else:
         for number in (4, 5, 2, 0, 3, 1):
-            arrived = transport.receive(0, move_of(number))
+            arrived = transport.receive(message_of(number))
+            assert arrived is not None
             assert torch.equal(arrived, value_of(number))
             assert (arrived.dtype, arrived.is_contiguous()) == (VALUES[number].dtype, number != 1)
-        transport.send_gradient(value_of(0) * 2, 0, move_of(0))
-        transport.send_gradient(None, 0, move_of(1))
-        transport.send_gradient(value_of(5) * 2, 0, move_of(5))
+        transport.send(value_of(0) * 2, message_of(0, backward=True))
+        transport.send(None, message_of(1, backward=True))
+        transport.send(value_of(5) * 2, message_of(5, backward=True))
         result = transport.hosts.num_messages
     transport.end_step()
     smp.shutdown()
@@ -97,10 +102,12 @@ def changed_on_its_way(copy: bool) -> None:
     transport = connected()
     value = value_of(5).clone()
     if smp.pp_rank() == 0:
-        transport.send(value, 0, move_of(5), copy=copy)
+        transport.send(value, message_of(5), copy=copy)
         value.zero_()
     else:
-        assert torch.equal(transport.receive(0, move_of(5)), value_of(5)) or not copy
+        arrived = transport.receive(message_of(5))
+        assert arrived is not None
+        assert torch.equal(arrived, value_of(5)) or not copy
     transport.end_step()
     smp.shutdown()
 
@@ -118,7 +125,7 @@ def waits_in_vain() -> str:
         time.sleep(6)  # alive, and silent
         return ""
     with pytest.raises(DeadlineError) as caught:
-        transport.receive(0, move_of(0))
+        transport.receive(message_of(0))
     return str(caught.value)
 
 
@@ -131,7 +138,7 @@ def test_a_wait_for_what_nobody_sends_ends_and_says_for_what() -> None:
 def ends_without_it() -> None:
     transport = connected()
     if smp.pp_rank() == 1:
-        transport.receive(0, move_of(0))
+        transport.receive(message_of(0))
     transport.end_step()
 
 

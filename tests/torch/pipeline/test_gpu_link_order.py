@@ -26,13 +26,13 @@ from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.core.tensor_spec import TensorSpec
 from smpkit.torch.pipeline import host_link
 from smpkit.torch.pipeline.host_link import HostLink
-from smpkit.torch.pipeline.messages import P2PTransfer, Tag
+from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag
 from smpkit.torch.pipeline.step_plan import graph_of
 from smpkit.torch.pipeline.transport import Transport
 from tests.torch.pipeline.nccl_model import Deadlock, World
 
 CPU = torch.device("cpu")
-Make = Callable[[World, int], Transport]
+Link = Callable[[World, int], Transport]
 
 
 def drawn_moves(dice: random.Random, size: int) -> tuple[list[P2PTransfer], tuple[int, ...]]:
@@ -120,18 +120,13 @@ class Driver:
                 [m for m in came if m.spec.requires_grad],
             )
         for transfer in came:
-            value = self._take(microbatch, transfer, backward)
+            value = self.transport.receive(Message(microbatch, transfer, backward))
             if value is not None:
                 self.kept[microbatch].append((value, code_of(microbatch, transfer, backward=backward)))
         self._check(microbatch, str(action))
         for transfer in went:
             self.world.pause()
             self._send(microbatch, transfer, backward)
-
-    def _take(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> torch.Tensor | None:
-        if not backward:
-            return self.transport.receive(microbatch, transfer)
-        return self.transport.receive_gradient(microbatch, transfer)
 
     def _check(self, microbatch: int, name: str) -> None:
         """Compute with all that a microbatch keeps: it must still be there."""
@@ -145,18 +140,16 @@ class Driver:
         self.world.compute(look, name)
 
     def _send(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> None:
+        message = Message(microbatch, transfer, backward)
         # Some gradients are absent: the same on all ranks.
         if backward and (microbatch + transfer.number) % 5 == 0:
-            self.transport.send_gradient(None, microbatch, transfer)
+            self.transport.send(None, message)
             return
         value = torch.zeros(transfer.spec.shape, dtype=torch.float64)
         self.world.kept.append(value)
         code, data = code_of(microbatch, transfer, backward=backward), value.numpy()
         self.world.compute(lambda: data.fill(code), f"what {'B' if backward else 'F'}{microbatch} sends")
-        if backward:
-            self.transport.send_gradient(value, microbatch, transfer)
-        else:
-            self.transport.send(value, microbatch, transfer)
+        self.transport.send(value, message)
 
 
 @contextmanager
@@ -197,7 +190,7 @@ def linked_by_one_group(world: World, rank: int) -> Transport:
     return Transport(world.hosts(rank), range(world.size), CPU, (group, group))
 
 
-def play(seed: int, make: Make = linked, *, diverges: bool = False, sizes: tuple[int, ...] = (2, 3, 4, 8)) -> None:
+def play(seed: int, link: Link = linked, *, diverges: bool = False, sizes: tuple[int, ...] = (2, 3, 4, 8)) -> None:
     """Run some steps of a drawn model; in the second, a message that was sent is needed by nobody if it `diverges`."""
     dice = random.Random(seed)
     size = dice.choice(sizes)
@@ -210,7 +203,7 @@ def play(seed: int, make: Make = linked, *, diverges: bool = False, sizes: tuple
     world = World(size, seed)
 
     def program(rank: int) -> None:
-        transport = make(world, rank)
+        transport = link(world, rank)
         transport.connect(transfers)
         driver = Driver(world, transport, schedule, transfers, rank)
         for number in range(3):

@@ -15,6 +15,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import over_ranks
 from tests.train import Way, same
 
 WAY = Way(pipeline=2, microbatches=2, batches=(4, 4), placement=5, config={"pipeline": "zero_bubble"})
@@ -111,12 +112,10 @@ def score(model: Any, x: Tensor) -> Any:
 
 def score_batches() -> list[tuple[bool, list[tuple[int, ...]]]]:
     """Return for each batch whether one process gives the same, and the strides of what the microbatches returned."""
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
     torch.manual_seed(3)
     model = Turned()
     plain = copy.deepcopy(model)
-    smp.set_partition(model.far, 1)
-    wrapped, text = smp.DistributedModel(model), torch.randn(8, 2 * WIDTH)
+    wrapped, text = over_ranks(model, {model.far: 1}, microbatches=2), torch.randn(8, 2 * WIDTH)
     turned = torch.randn(WIDTH, 4).t()
     batches = [
         text[:4, :WIDTH].clone(),

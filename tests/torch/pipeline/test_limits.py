@@ -17,7 +17,7 @@ from smpkit.torch.pipeline import executor as executor_module
 from smpkit.torch.pipeline import microbatch
 from tests.models import Case, mse_step
 from tests.ranks import run_ranks
-from tests.torch.steps import BY_HAND, train_step
+from tests.torch.steps import over_ranks, train_step
 from tests.train import Way, same
 
 
@@ -45,11 +45,9 @@ def asking_step(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def begin() -> Any:
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True, **BY_HAND})
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    smp.set_partition(module[1], 1)
-    return smp.DistributedModel(module)
+    return over_ranks(module, {module[1]: 1})
 
 
 def num_output_specs(model: Any) -> int:
@@ -104,11 +102,10 @@ def test_thousands_of_values_between_ranks_train_as_in_one_process() -> None:
 
 def too_many_transfers() -> str:
     microbatch.TRANSFERS_PER_MICROBATCH = 1  # type: ignore[attr-defined]
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True, **BY_HAND})
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    smp.set_partition(module[1], 1)
+    model = over_ranks(module, {module[1]: 1})
     with pytest.raises(UnsupportedError) as caught:
-        train_step(smp.DistributedModel(module), torch.ones(2, 2))
+        train_step(model, torch.ones(2, 2))
     smp.barrier()  # or the other rank hears of this one's end first
     return str(caught.value)
 

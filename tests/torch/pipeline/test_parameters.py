@@ -17,6 +17,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.distributed import deadline
 from tests.models import WIDTH, Case, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import over_ranks
 from tests.train import Way, same
 
 
@@ -54,11 +55,8 @@ def train_step(model: Any, x: Tensor) -> Tensor:
 
 def begin() -> Any:
     """Return a model whose first half lies on one rank and whose other on the next, after a step."""
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
     module = build()
-    for number, layer in enumerate(module):
-        smp.set_partition(layer, number // 2)
-    model = smp.DistributedModel(module)
+    model = over_ranks(module, {layer: number // 2 for number, layer in enumerate(module)}, microbatches=2)
     train_step(model, torch.ones(4, WIDTH))
     return model
 

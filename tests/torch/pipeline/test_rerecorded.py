@@ -18,7 +18,7 @@ from smpkit.torch.pipeline.divergence import trace_mismatch
 from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_executor import executor
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, over_ranks
 from tests.train import Way, same
 
 MANY_SECONDS = 600
@@ -54,17 +54,11 @@ def test_a_path_that_pythons_dice_choose_alike_on_all_ranks_trains_as_in_one_pro
     same(SKIPPING, way)
 
 
-def begin(num_ranks: int, **options: Any) -> Any:
-    smp.init(
-        {"pipeline_parallel_degree": num_ranks, "microbatches": 4, "timeout_seconds": MANY_SECONDS, "ddp": True}
-        | {"auto_partition": False, "default_partition": 0}
-        | options
-    )
+def begin(num_ranks: int) -> Any:
     torch.manual_seed(3)
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks + 1)])
-    for index, layer in enumerate(module):
-        smp.set_partition(layer, index % num_ranks)
-    return smp.DistributedModel(module)
+    places: dict[nn.Module, int] = {layer: index % num_ranks for index, layer in enumerate(module)}
+    return over_ranks(module, places, microbatches=4, timeout_seconds=MANY_SECONDS)
 
 
 def told(action: Callable[[], object]) -> tuple[str, float]:

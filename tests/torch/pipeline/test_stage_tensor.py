@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import map_tensors, spec_of, tensors_in
-from smpkit.torch.pipeline.messages import P2PTransfer
+from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.outputs import Call, infer_output
 from smpkit.torch.pipeline.random_streams import RandomStreams
@@ -54,16 +54,16 @@ class Wire:
     def receive_object(self, _source: int, _what: str) -> Any:
         return self.told.popleft()
 
-    def announce(self, _microbatch: int, move: P2PTransfer) -> None:
+    def announce(self, _message: Message) -> None:
         pass
 
-    def announced(self, _microbatch: int, move: P2PTransfer) -> str:
-        return move.spec.text
+    def announced(self, message: Message) -> str:
+        return message.transfer.spec.text
 
-    def send(self, tensor: Tensor, _microbatch: int, _move: P2PTransfer, *, copy: bool = False) -> None:
+    def send(self, tensor: Tensor, _message: Message, *, copy: bool = False) -> None:
         self.sent.append(tensor.clone())
 
-    def receive(self, _microbatch: int, _move: P2PTransfer) -> Tensor:
+    def receive(self, _message: Message) -> Tensor:
         return self.sent.popleft()
 
 

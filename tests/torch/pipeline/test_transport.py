@@ -20,7 +20,7 @@ from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
 from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag, pack, packed_bytes, unpack
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, over_ranks
 
 VALUE = torch.arange(6.0).view(2, 3)
 TENSORS = [
@@ -45,9 +45,14 @@ def value() -> torch.Tensor:
     return VALUE.to(state.device)
 
 
-def move_of(number: int, source: int = 0) -> P2PTransfer:
+def message_of(number: int, microbatch: int, *, backward: bool = False) -> Message:
     spec = TensorSpec((2, 3), (3, 1), torch.float32, requires_grad=True)
-    return P2PTransfer(number, source, 1 - source, 0, 0, spec)
+    return Message(microbatch, P2PTransfer(number, 0, 1, 0, 0, spec), backward)
+
+
+def received(transport: Transport, *messages: Message) -> list[list[list[float]]]:
+    """Receive messages in this order; return their values."""
+    return [value.tolist() for value in map(transport.receive, messages) if value is not None]
 
 
 @pytest.mark.parametrize("tensors", [TENSORS, [CHANNELS_LAST] * 3, [torch.eye(3).requires_grad_()], []], ids=len)
@@ -86,16 +91,15 @@ def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
     got = []
     if smp.pp_rank() == 0:
         for microbatch in (0, 1):
-            transport.send(value().t().contiguous().t() + microbatch, microbatch, move_of(5))
-        back = [transport.receive_gradient(microbatch, move_of(5)) for microbatch in (0, 1)]
-        got = [gradient.tolist() for gradient in back if gradient is not None]
+            transport.send(value().t().contiguous().t() + microbatch, message_of(5, microbatch))
+        got = received(transport, message_of(5, 0, backward=True), message_of(5, 1, backward=True))
     else:
-        transport.post(Message(0, move_of(5), False))
-        transport.post(Message(1, move_of(5), False))
-        transport.post(Message(1, move_of(5), False))  # posted already
-        got = [transport.receive(microbatch, move_of(5)).tolist() for microbatch in (1, 0)]
+        transport.post(message_of(5, 0))
+        transport.post(message_of(5, 1))
+        transport.post(message_of(5, 1))  # posted already
+        got = received(transport, message_of(5, 1), message_of(5, 0))
         for microbatch in (0, 1):
-            transport.send_gradient(value() * 10 + microbatch, microbatch, move_of(5))
+            transport.send(value() * 10 + microbatch, message_of(5, microbatch, backward=True))
     transport.end_step()
     smp.shutdown()
     return got, seen, len(set(tags))
@@ -118,11 +122,12 @@ def gradients_that_are_none() -> list[Any]:
     for index, sent in enumerate([value(), value().t().contiguous().t()]):
         transfer = P2PTransfer(index, 0, 1, 0, 0, spec_of(sent))
         for microbatch, gradient in enumerate([None, sent * 2, sent * math.nan]):
+            message = Message(microbatch, transfer, True)
             if smp.pp_rank() == 0:
-                got = transport.receive_gradient(microbatch, transfer)
+                got = transport.receive(message)
                 found.append(None if got is None else (got[0, 1].item(), got.stride()))
             else:
-                transport.send_gradient(gradient, microbatch, transfer)
+                transport.send(gradient, message)
     transport.end_step()
     found.append(transport.hosts.num_bytes)
     smp.shutdown()
@@ -143,16 +148,16 @@ def lets_go() -> list[int]:
     held = []
     if smp.pp_rank() == 0:
         for microbatch in range(3):
-            transport.send(value(), microbatch, move_of(0))
+            transport.send(value(), message_of(0, microbatch))
         held.append(len(transport.hosts._values))
         for microbatch in (1, 0):
-            transport.receive_gradient(microbatch, move_of(0))
+            transport.receive(message_of(0, microbatch, backward=True))
             held.append(len(transport.hosts._values))
     else:
         for microbatch in range(3):
-            transport.receive(microbatch, move_of(0))
+            transport.receive(message_of(0, microbatch))
         for microbatch in (1, 0):
-            transport.send_gradient(value(), microbatch, move_of(0))
+            transport.send(value(), message_of(0, microbatch, backward=True))
     transport.end_step()
     held.append(len(transport.hosts._values) + len(transport.hosts._sent))
     smp.shutdown()
@@ -170,14 +175,14 @@ def forgets_what_it_has_posted(times: int) -> list[list[list[float]]]:
     found = []
     for _ in range(times):
         if smp.pp_rank() == 1:
-            transport.post(Message(0, move_of(1), False))
+            transport.post(message_of(1, 0))
         transport.hosts.forget_posted(1)
     if smp.pp_rank() == 0:
-        transport.send(value() * 7, 0, move_of(0))
-        transport.send(value() * 8, 0, move_of(1))
+        transport.send(value() * 7, message_of(0, 0))
+        transport.send(value() * 8, message_of(1, 0))
         transport.end_step()
     else:
-        found = [transport.receive(0, move_of(number)).tolist() for number in (0, 1)]
+        found = received(transport, message_of(0, 0), message_of(1, 0))
     smp.shutdown()
     return found
 
@@ -222,7 +227,7 @@ def test_objects_and_bytes_arrive() -> None:
 def gives_up() -> None:
     transport = open_transport()
     if smp.pp_rank() == 1:
-        transport.receive(4, move_of(2))
+        transport.receive(message_of(2, 4))
 
 
 @pytest.mark.also_on("sim:copies:0")
@@ -240,22 +245,22 @@ def test_an_unforeseen_change_of_a_value_on_its_way_is_an_error_that_names_it() 
     transfer = P2PTransfer(0, 0, 1, 0, 0, TensorSpec((3,), (1,), torch.float32, requires_grad=False), "layers.1")
     if smp.pp_rank() == 0:
         value = torch.zeros(3)
-        transport.send(value.detach(), 2, transfer)
+        transport.send(value.detach(), Message(2, transfer, False))
         value.add_(1)
         with pytest.raises(UsageError, match=r"on its way to pipeline rank 1: forward of microbatch 2 .*`layers.1`"):
             transport.end_step()
     else:
-        transport.receive(2, transfer)
+        transport.receive(Message(2, transfer, False))
 
 
 def send_to_the_dead() -> None:
     transport = open_transport()
     transfer = P2PTransfer(0, 0, 1, 0, 0, TensorSpec((1 << 20,), (1,), torch.float32, requires_grad=False), "layers.7")
     if smp.pp_rank() == 1:
-        transport.receive(0, transfer)  # so that both have met, and rank 0 is soon through
+        transport.receive(Message(0, transfer, False))  # so that both have met, and rank 0 is soon through
         raise ValueError("gone")
     for microbatch in range(1000):
-        transport.send(torch.zeros(1 << 20), microbatch, transfer)
+        transport.send(torch.zeros(1 << 20), Message(microbatch, transfer, False))
         transport.end_step()
 
 
@@ -291,15 +296,11 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def count_alive(pipeline: str) -> int:
+def count_alive() -> int:
     """Return how many results of this rank's layer were alive at once in the third step."""
-    smp.init(
-        {"pipeline_parallel_degree": 2, "microbatches": NUM_MICROBATCHES, "pipeline": pipeline, "ddp": True}
-        | {"auto_partition": False, "default_partition": 0, "active_microbatches": NUM_MICROBATCHES}
-    )
     module = nn.Sequential(Doubling(), Doubling())
-    smp.set_partition(module[1], 1)
-    model = smp.DistributedModel(module)
+    options = {"microbatches": NUM_MICROBATCHES, "active_microbatches": NUM_MICROBATCHES}
+    model = over_ranks(module, {module[1]: 1}, **options)
     gc.disable()  # what is free must be so at once
     for _ in range(3):
         Doubling.alive.clear()
@@ -311,7 +312,7 @@ def count_alive(pipeline: str) -> int:
 
 
 def test_a_sent_value_that_backward_does_not_need_is_free_when_it_has_arrived() -> None:
-    first, second = run_ranks(count_alive, 2, "interleaved")
+    first, second = run_ranks(count_alive, 2)
     # Rank 0 learns with each gradient what has arrived: at most what is on its way, and the one that is being made.
     assert first <= 4
     assert second == 1
