@@ -60,11 +60,10 @@ def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInf
     if (device := devices.choose_device(launch.local_rank)) is not None:
         return GpuInfo(_identity(device, launch), device.type, shared_nccl=shared)
     cpu_reason = _why_cpu(environ)
-    path = None if cpu_reason else device_file()
     return GpuInfo(
-        expected=None if cpu_reason else why_expected(environ),
+        expected=None if cpu_reason else _why_expected(environ),
         cpu_reason=cpu_reason,
-        unused=None if _is_for_gpus() else path,
+        unused=None if cpu_reason or _is_for_gpus() else _device_file(),
         facts="" if cpu_reason else _facts(environ),
         hint=_hint(),
         shared_nccl=shared,
@@ -77,24 +76,21 @@ def _identity(device: torch.device, launch: Launch) -> str:
     return devices.physical_device(device) or f"{socket.gethostname()}/{device.type}/{launch.local_rank}"
 
 
-def why_expected(environ: Mapping[str, str]) -> str | None:
+def _why_expected(environ: Mapping[str, str]) -> str | None:
     """Return why this process should have a GPU, by its machine and launcher; None if there is no reason."""
-    if _why_cpu(environ):
-        return None
     count = environ.get("SM_NUM_GPUS", "").strip()
     if count.isdecimal() and int(count):
         return f"SM_NUM_GPUS is {count}"
-    path = device_file() if _is_for_gpus() else None
+    path = _device_file() if _is_for_gpus() else None
     return None if path is None else f"{path} exists"
 
 
 def wants_gpu(environ: Mapping[str, str]) -> bool:
     """Return whether this process should use a GPU, of its machine or by its launcher, and not the CPU on purpose."""
-    return not _why_cpu(environ) and (device_file() is not None or why_expected(environ) is not None)
+    return not _why_cpu(environ) and (_device_file() is not None or _why_expected(environ) is not None)
 
 
-def device_file() -> str | None:
-    """Return the driver's file of a GPU of this machine, if there is one."""
+def _device_file() -> str | None:
     return next(iter(sorted(glob.glob(DEVICE_FILES))), None)  # noqa: PTH207 - a path with a pattern in its name
 
 
@@ -107,14 +103,12 @@ def problems_of(gpu_infos: Sequence[GpuInfo]) -> list[Problem]:
             continue
         reason = gpu_info.expected or (f"rank {having[0]} has one" if having else None)
         if reason is not None:
-            blind.setdefault((f"no GPU but should have one ({reason}): {gpu_info.facts}", gpu_info.hint), []).append(
-                rank
-            )
-    return [Problem((), f"{_see(ranks)} {text}", hint) for (text, hint), ranks in blind.items()]
-
-
-def _see(ranks: list[int]) -> str:
-    return f"{name_ranks(ranks)} see{'s' * (len(ranks) == 1)}"
+            text = f"no GPU but should have one ({reason}): {gpu_info.facts}"
+            blind.setdefault((text, gpu_info.hint), []).append(rank)
+    return [
+        Problem((), f"{name_ranks(ranks)} see{'s' * (len(ranks) == 1)} {text}", hint)
+        for (text, hint), ranks in blind.items()
+    ]
 
 
 def notices_of(gpu_infos: Sequence[GpuInfo]) -> list[str]:
