@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Let saves write nothing before the end."""
+def held_back() -> Iterator[threading.Event]:
+    """Let saves write nothing before the end, or before the event is set."""
     event, write = threading.Event(), saving._write_files
 
     def held(*args: Any) -> Any:
@@ -36,7 +36,7 @@ def held_back() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "_write_files", held)
         try:
-            yield
+            yield event
         finally:
             event.set()
 
@@ -50,13 +50,6 @@ def save_while(folder: Path, content: Any, train: Any) -> None:
         train()
     assert pending is not None
     pending.wait(60)
-
-
-def assert_the_same(folder: Path) -> None:
-    now, later = (folder / f"{tag}_partial" for tag in ("now", "later"))
-    for path in now.iterdir():
-        if path.name != "index.json":
-            assert path.read_bytes() == (later / path.name).read_bytes(), path.name
 
 
 @smp.step

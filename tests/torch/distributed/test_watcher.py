@@ -28,7 +28,6 @@ class Spinning:
 
     def __init__(self) -> None:
         self.ended = threading.Event()
-        self.error = ErrorType.SUCCESS
 
     def abort(self) -> None:
         self.ended.set()
@@ -37,7 +36,7 @@ class Spinning:
         return "nccl"
 
     def get_error(self) -> ErrorType:
-        return self.error
+        return ErrorType.SUCCESS
 
     def item(self) -> None:
         """Return when the kernel has ended, as `Tensor.item()` does, with garbage."""
@@ -139,12 +138,13 @@ def test_an_interrupt_ends_kernels() -> None:
     assert run_ranks(interrupt, 2) == [True, True]
 
 
-def one_times_out(error: str) -> str:
+def one_has_an_error(error: str | None) -> str:
+    """Return what rank 0 says when nccl has this error there, or tells none because smpkit itself is wrong."""
     backend = begin()
     if smp.rank() == 1:
         facts().wait(["told"])
         return "late"
-    backend.error = ErrorType.__members__[error]
+    vars(backend)["get_error"] = lambda: ErrorType.__members__[error] if error else 1 / 0
     backend.item()
     text = message_of(smp.barrier)
     facts().set("told", "")
@@ -159,26 +159,18 @@ def one_times_out(error: str) -> str:
     ],
 )
 def test_an_error_of_nccl_becomes_a_verdict(error: str, words: str) -> None:
-    told = run_ranks(one_times_out, 2, error, env={backends.FLIGHT_RECORD: "/runs/7/nccl_trace_rank_"})[0]
+    told = run_ranks(one_has_an_error, 2, error, env={backends.FLIGHT_RECORD: "/runs/7/nccl_trace_rank_"})[0]
     assert told.startswith(words)
     assert ("from /runs/7/nccl_trace_rank_*" in told) == (error == "TIMEOUT")
 
 
-def one_watches_in_vain() -> str:
-    backend = begin()
-    if smp.rank() == 1:
-        facts().wait(["told"])
-        return "late"
-    vars(backend)["get_error"] = lambda: 1 / 0
-    backend.item()
-    text = message_of(smp.barrier)
-    facts().set("told", "")
-    return text
-
-
 def test_a_watcher_that_fails_ends_the_kernels_because_torch_leaves_it_the_last_word() -> None:
-    told = run_ranks(one_watches_in_vain, 2)[0]
+    told = run_ranks(one_has_an_error, 2, None)[0]
     assert told.startswith("RemoteError: rank 0 cannot watch its GPU any more: ZeroDivisionError: division by zero")
+
+
+def num_watchers() -> int:
+    return sum(thread.name == "smpkit-watcher" for thread in threading.enumerate())
 
 
 def watchers_of_two_worlds() -> list[int]:
@@ -187,15 +179,14 @@ def watchers_of_two_worlds() -> list[int]:
         begin()
         smp.init({"ddp": True, "microbatches": 2, "timeout_seconds": 600})  # once more, in the same world
         smp.barrier()
-        counts.append(sum(thread.name == "smpkit-watcher" for thread in threading.enumerate()))
+        counts.append(num_watchers())
         smp.shutdown()
         end = time.monotonic() + SECONDS
-        while any(thread.name == "smpkit-watcher" for thread in threading.enumerate()) and time.monotonic() < end:
+        while num_watchers() and time.monotonic() < end:
             time.sleep(0.01)
     backends.device_backends = lambda group: []
     smp.init({"ddp": True})
-    counts.append(sum(thread.name == "smpkit-watcher" for thread in threading.enumerate()))
-    return counts
+    return [*counts, num_watchers()]
 
 
 def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> None:
