@@ -9,6 +9,7 @@ is one whole tensor in memory at a time. Optimizer states are translated like th
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -211,32 +212,29 @@ def _load_states(
     by_parameter = _states_by_parameter(reader)
     factories = _state_factories(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
-    states: dict[int, dict[str, Any]] = {}
+    states = defaultdict[int, dict[str, Any]](dict)
     targets = dict[str, Target]()
     objects: list[tuple[int, str, str]] = []
     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if not model.owns(parameter):
             continue
-        found = dict[str, Any]()
         if name in factories:
-            found |= {key: _local_part(make(), parameter) for key, make in factories[name].items()}
-        else:
-            division = division_of(parameter)
-            for key, full in _usable(name, by_parameter.get(name, ()), division.suffix):
-                if full in reader.objects:
-                    objects.append((number, key, full))
-                else:
-                    targets[full] = _target(reader, full, division, parameter.device)
-                    found[key] = targets[full].tensor
-        if found:
-            states[number] = found
+            states[number] = {key: _local_part(make(), parameter) for key, make in factories[name].items()}
+            continue
+        division = division_of(parameter)
+        for key, full in _usable(name, by_parameter.get(name, ()), division.suffix):
+            if full in reader.objects:
+                objects.append((number, key, full))
+            else:
+                targets[full] = _target(reader, full, division, parameter.device)
+                states[number][key] = targets[full].tensor
     read_into(reader, targets)
     scalers = {SCALER}.intersection(reader.objects)
     values = reader.read_objects({*scalers, *(full for _, _, full in objects)})
     for number, key, full in objects:
-        states.setdefault(number, {})[key] = values[full]
+        states[number][key] = values[full]
     scaler = {SCALER_KEY: values[SCALER]} if scalers else {}
-    optimizer.load_state_dict({"state": states, "param_groups": groups, **scaler})
+    optimizer.load_state_dict({"state": dict(states), "param_groups": groups, **scaler})
 
 
 def _state_factories(
@@ -270,11 +268,11 @@ def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _states_by_parameter(reader: Reader) -> dict[str, list[str]]:
     """Return the names of the states in the checkpoint, by parameter; keys have no dots, parameters may have."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for full in (*reader.tensors, *reader.objects):
         if full.startswith(STATES):
-            found.setdefault(full.removeprefix(STATES).rpartition(".")[0], []).append(full)
-    return found
+            names.setdefault(full.removeprefix(STATES).rpartition(".")[0], []).append(full)
+    return names
 
 
 def _usable(name: str, states: Iterable[str], suffix: str) -> Iterable[tuple[str, str]]:

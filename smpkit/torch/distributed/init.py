@@ -27,8 +27,7 @@ from smpkit.torch.core.context import Launch, launch_from
 from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.distributed import cores as numa
-from smpkit.torch.distributed import deadline, gpus, watcher
+from smpkit.torch.distributed import cores, deadline, gpus, watcher
 from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.distributed.groups import Groups, loopback
 from smpkit.torch.distributed.rendezvous import connect_store, gather
@@ -346,7 +345,7 @@ def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
     if (device := devices.choose_device(launch.local_rank)) is not None:
         devices.make_current(device)
         if sum(gpu_info.gpu == gpu_infos[launch.rank].gpu for gpu_info in gpu_infos) == 1:
-            numa.bind(device)
+            cores.bind(device)
 
 
 def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None:

@@ -125,7 +125,7 @@ def bound() -> tuple[list[Any], str, float]:
     return seen, kept, found.item()
 
 
-def test_lanes_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_group() -> None:
+def test_channels_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_group() -> None:
     (seen, kept, _), (_, _, found), _ = run_ranks(bound, 3)
     assert (seen, kept, found) == ([None], "cuda:0", 1.0)
 
@@ -138,7 +138,7 @@ def test_an_order_of_launches_over_all_communicators_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without nccl")
-def test_lanes_start_before_what_is_computed_and_take_little_of_the_gpu() -> None:
+def test_channels_start_before_what_is_computed_and_take_little_of_the_gpu() -> None:
     options = cast("Any", backends.channel_options("nccl", timedelta(seconds=7)))
     assert options.is_high_priority_stream
     assert options.config.max_ctas == 8
