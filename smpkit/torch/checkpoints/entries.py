@@ -217,19 +217,14 @@ def chunks_of(shape: Sequence[int], shard: TpShard | None = None) -> list[Chunk]
 
 @dataclass(frozen=True)
 class Division:
-    """How a parameter or buffer is divided over ranks, and with it each state of its shape.
-
-    Args:
-        shape: of the whole tensor.
-        local_shape: of this rank's part.
-        chunks: the parts of the whole tensor that this is.
-        suffix: which part it is, out of how many, in names: `@0of2`; empty if it is whole.
-    """
+    """How a parameter or buffer is divided over ranks, and with it each state of its shape."""
 
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     local_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     suffix: str
+    """In names, which part it is, out of how many: `@0of2`; empty if it is whole."""
 
     def fits(self, value: torch.Tensor) -> bool:
         """Return whether a state is divided as its parameter is."""

@@ -411,11 +411,7 @@ class Survey:
 
 
 def survey(path: Path, partial: bool) -> Survey:
-    """Look at all checkpoints of one kind in a folder.
-
-    Raises:
-        CheckpointError: the newest one has another format, or this machine cannot tell.
-    """
+    """Look at all checkpoints of one kind in a folder; raise CheckpointError if the newest has another format."""
     damaged: dict[str, str] = {}
     try:
         newest = read_newest(path)

@@ -32,8 +32,6 @@ class Groups:
 
     Args:
         store: where ranks exchange what making a group needs; its keys are used for nothing else.
-        rank: this one.
-        timeout: for the groups made from now on.
         single_host: let gloo use the loopback interface.
     """
 

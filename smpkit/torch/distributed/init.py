@@ -301,11 +301,7 @@ def _store_of_default_group() -> Store:
 
 
 def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[gpus.GpuInfo]:
-    """Wait for all ranks, and return what each knows about GPUs.
-
-    Raises:
-        ConfigError: configurations differ, or a rank that should have a GPU sees none; raised on all ranks.
-    """
+    """Wait for all ranks, compare their configurations, and return what each knows about GPUs."""
     world.num_exchanges += 1
     launch, key = world.launch, f"facts/{world.num_exchanges}"
     own_facts = json.dumps({"cfg": cfg.values(), "gpu": dataclasses.asdict(gpus.probe_gpu(launch))})

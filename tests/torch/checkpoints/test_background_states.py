@@ -19,6 +19,7 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.checkpoints import save as saving
 from tests.forked import Script
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -71,7 +72,8 @@ def batch(rank: int = 0) -> Tensor:
 # --- offloaded weights ------------------------------------------------------------------------------------------------
 
 
-def save_an_offload_optimizer(folder: Path) -> None:
+@on_ranks(1)
+def test_an_offload_optimizer_in_the_users_content(tmp_path: Path) -> None:
     """Weights are parts of flat buffers, which its passes over slices change in place, as they do its states."""
     smp.init({})
     smp.DistributedModel(nn.Linear(1, 1))
@@ -88,19 +90,15 @@ def save_an_offload_optimizer(folder: Path) -> None:
     network, optimizer = make()
     train(network, optimizer)
     content = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
-    save_while(folder, content, lambda: train(network, optimizer))
+    save_while(tmp_path, content, lambda: train(network, optimizer))
     again, resumed = make()
-    now, found = (smp.resume_from_checkpoint(folder, tag) for tag in ("now", "later"))
+    now, found = (smp.resume_from_checkpoint(tmp_path, tag) for tag in ("now", "later"))
     torch.testing.assert_close(found, now, rtol=0, atol=0)
     again.load_state_dict(found["model"])
     resumed.load_state_dict(found["optimizer"])
     for _ in range(2):
         train(again, resumed)
     assert all(map(torch.equal, again.parameters(), network.parameters()))
-
-
-def test_an_offload_optimizer_in_the_users_content(tmp_path: Path) -> None:
-    run_ranks(save_an_offload_optimizer, 1, tmp_path)
 
 
 # --- loss scales ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
 from tests.forked import Script
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,23 +109,32 @@ def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
     assert seconds < SECONDS  # not the half hour of the default
 
 
-def both_receive() -> tuple[str, float]:
+def all_receive_in_a_ring() -> tuple[str, float]:
     smp.init({"ddp": True})
-    let_judge(0, [1])
+    others = range(1, smp.size())
+    let_judge(0, others)
     if smp.rank() == 0:
-        facts().wait(["rank 1 waits"])
+        facts().wait([f"rank {rank} waits" for rank in others])
         wait_shortly(2)
     else:
-        facts().set("rank 1 waits", "")
-    return outcome(lambda: smp.recv_from(1 - smp.rank()))
+        facts().set(f"rank {smp.rank()} waits", "")
+    following = (smp.rank() + 1) % smp.size()
+    return outcome(lambda: smp.recv_from(following))
 
 
 def test_ranks_that_wait_for_each_other_are_in_a_deadlock_and_say_where() -> None:
-    for message, _ in run_ranks(both_receive, 2):
+    for message, _ in run_ranks(all_receive_in_a_ring, 2):
         assert waited_seconds(message, "in recv_from(rank 1) for rank 1") >= 1
         assert "; meanwhile rank 1 waited in recv_from(rank 0) for rank 0; a deadlock of rank 0 in " in message
-        place = r"in test_deadline\.py, line \d+ \(`return outcome\(lambda: smp\.recv_from\(1 - smp\.rank\(\)\)\)`\)"
+        place = r"in test_deadline\.py, line \d+ \(`return outcome\(lambda: smp\.recv_from\(following\)\)`\)"
         assert re.search(rf"rank 0 {place} and rank 1 {place}\nhint: every rank makes the same calls in", message)
+
+
+def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
+    """Rank 2 waits for rank 0, which closed only its connection to the rank that it waited for itself."""
+    for message, seconds in run_ranks(all_receive_in_a_ring, 3):
+        assert re.search(r"; a deadlock of rank 0 in .* and rank 1 in .* and rank 2 in ", message)
+        assert seconds < SECONDS  # not the half hour of the default
 
 
 @smp.step
@@ -157,24 +167,6 @@ def test_a_call_of_all_ranks_that_one_makes_alone_is_a_deadlock_with_both_lines(
         assert re.search(rf"rank 0 in test_deadline\.py, line \d+ \(`.*{call}\(", message)
         assert re.search(r"rank 1 in test_deadline\.py, line \d+ \(`.*train_step\(", message)
         assert "is one of these under `if smp.rank() == ...`?" in message
-
-
-def all_receive_in_a_ring() -> tuple[str, float]:
-    smp.init({"ddp": True})
-    let_judge(0, [1, 2])
-    if smp.rank() == 0:
-        facts().wait(["rank 1 waits", "rank 2 waits"])
-        wait_shortly(2)
-    else:
-        facts().set(f"rank {smp.rank()} waits", "")
-    return outcome(lambda: smp.recv_from((smp.rank() + 1) % 3))
-
-
-def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
-    """Rank 2 waits for rank 0, which closed only its connection to the rank that it waited for itself."""
-    for message, seconds in run_ranks(all_receive_in_a_ring, 3):
-        assert re.search(r"; a deadlock of rank 0 in .* and rank 1 in .* and rank 2 in ", message)
-        assert seconds < SECONDS  # not the half hour of the default
 
 
 RECEIVING = [(0, 1), (1, 2), (2, 3), (3, 1)]
@@ -407,16 +399,13 @@ def test_a_rank_that_serves_the_store_and_stands_still_is_named(tmp_path: Path) 
     assert "; the store in rank 0 could tell why, but it has not answered for 1 s" in told
 
 
-def other_errors_pass() -> None:
+@on_ranks(2)
+def test_errors_that_are_not_of_communication_pass_unchanged() -> None:
     smp.init({"ddp": True})
     for error in (ValueError("connection"), RuntimeError("a mere bug"), KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught, waiting("nothing", [1 - smp.rank()]):
             raise error
         assert caught.value is error
-
-
-def test_errors_that_are_not_of_communication_pass_unchanged() -> None:
-    run_ranks(other_errors_pass, 2)
 
 
 def test_a_server_that_is_being_killed_is_not_asked_and_one_that_has_ended_is_named_by_its_address() -> None:

@@ -21,6 +21,7 @@ from smpkit.torch.distributed.deadline import waiting
 from tests.deadlines import SECONDS, facts
 from tests.ranks import run_ranks
 from tests.torch.distributed.test_deadline import start, stories
+from tests.torch.steps import on_ranks
 
 
 class Spinning:
@@ -127,15 +128,12 @@ def test_a_rank_that_loses_another_ends_its_own_kernels() -> None:
     assert ended
 
 
-def interrupt() -> bool:
+@on_ranks(2)
+def test_an_interrupt_ends_kernels() -> None:
     backend = begin(look_seconds=SECONDS)
     deadline._previous_hook = lambda *error: None
     deadline._on_uncaught(KeyboardInterrupt, KeyboardInterrupt(), None)
-    return backend.ended.is_set()
-
-
-def test_an_interrupt_ends_kernels() -> None:
-    assert run_ranks(interrupt, 2) == [True, True]
+    assert backend.ended.is_set()
 
 
 def one_has_an_error(error: str | None) -> str:
@@ -173,24 +171,20 @@ def num_watchers() -> int:
     return sum(thread.name == "smpkit-watcher" for thread in threading.enumerate())
 
 
-def watchers_of_two_worlds() -> list[int]:
-    counts = []
+@on_ranks(2)
+def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> None:
     for _ in range(2):
         begin()
         smp.init({"ddp": True, "microbatches": 2, "timeout_seconds": 600})  # once more, in the same world
         smp.barrier()
-        counts.append(num_watchers())
+        assert num_watchers() == 1
         smp.shutdown()
         end = time.monotonic() + SECONDS
         while num_watchers() and time.monotonic() < end:
             time.sleep(0.01)
     backends.device_backends = lambda group: []
     smp.init({"ddp": True})
-    return [*counts, num_watchers()]
-
-
-def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> None:
-    assert run_ranks(watchers_of_two_worlds, 2) == [[1, 1, 0]] * 2
+    assert num_watchers() == 0
 
 
 def test_kernels_end_before_a_process_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
