@@ -125,14 +125,7 @@ def backend_of(gpu_infos: Sequence[GpuInfo], asked: str) -> tuple[str, list[str]
     """Return torch's name of the backend, and warnings about slow ones.
 
     The backend is that of the devices (nccl for CUDA tensors) beside gloo for CPU tensors if every rank has a device of
-    its own, else gloo for both.
-
-    Args:
-        asked: `ddp_dist_backend`.
-
-    Raises:
-        ConfigError: not all ranks want to share a GPU over nccl.
-        UnsupportedError: they do, and nccl is too old for it; or gloo takes no tensors of their devices.
+    its own, else gloo for both. `asked` is `ddp_dist_backend`.
     """
     backend, notices = _find_backend(gpu_infos, asked)
     kinds = {gpu_info.kind for gpu_info in gpu_infos}
@@ -203,12 +196,9 @@ def _is_for_gpus() -> bool:
 
 def _facts(environ: Mapping[str, str]) -> str:
     """Return, for errors, what decides whether torch can use a GPU."""
-    built = [
-        f"for {kind} {version}"
-        for kind, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip))
-        if version
-    ]
-    parts = [f"torch {torch.__version__} is built {''.join(built[:1]) or 'without CUDA (torch.version.cuda is None)'}"]
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = [f"for {kind} {version}" for kind, version in versions.items() if version]
+    parts = [f"torch {torch.__version__} is built {[*built, 'without CUDA (torch.version.cuda is None)'][0]}"]
     if _VISIBLE in environ:
         parts.append(f"{_VISIBLE} is {environ[_VISIBLE]}")
     if _is_for_gpus() and (error := devices.cannot_use_cuda()) is not None:

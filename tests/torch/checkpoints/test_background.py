@@ -24,6 +24,7 @@ from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
 from tests.ranks import run_ranks
 from tests.torch.checkpoints.test_background_states import held_back
+from tests.torch.steps import on_ranks
 
 WIDTH = 32
 
@@ -163,23 +164,20 @@ def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: 
     assert left == sorted(["good_partial", "newest", *later])
 
 
-def save_twice(folder: Path) -> None:
+@on_ranks(2)
+def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
     Job(pipeline_parallel_degree=2)
     with held_back() as go_on:
-        first = smp.save_checkpoint(folder, "first", blocking=False)
+        first = smp.save_checkpoint(tmp_path, "first", blocking=False)
         assert first is not None
         with pytest.raises(DeadlineError, match=r"waited 0\.1 s for checkpoint `first`, which is still being written"):
             first.wait(0.1)
         threading.Timer(0.3, go_on.set).start()
-        smp.save_checkpoint(folder, "second", blocking=False)
+        smp.save_checkpoint(tmp_path, "second", blocking=False)
         assert first.done()
     with pytest.raises(UsageError, match="blocking is False with partial=False"):
-        smp.save_checkpoint(folder, "third", partial=False, blocking=False)
+        smp.save_checkpoint(tmp_path, "third", partial=False, blocking=False)
     smp.shutdown()  # as at the end of a script
-
-
-def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
-    run_ranks(save_twice, 2, tmp_path)
     assert (tmp_path / "newest").read_text() == "second_partial\n"
 
 

@@ -20,6 +20,7 @@ from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpo
 from smpkit.torch.checkpoints import folder as checkpoint_files
 from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -354,17 +355,13 @@ def test_a_save_that_cannot_be_marked_as_newest_says_that_it_is_there(tmp_path: 
     assert "bad_partial/index.json" in left
 
 
-def differing_tags(path: str) -> str:
+@on_ranks(2)
+def test_ranks_that_save_different_tags_get_an_error(tmp_path: Path) -> None:
     smp.init({"ddp": True})
     make()
     with pytest.raises(UsageError) as caught:
-        save_checkpoint(path, f"tag_{smp.rank()}")
-    return caught.value.message
-
-
-def test_ranks_that_save_different_tags_get_an_error(tmp_path: Path) -> None:
-    messages = run_ranks(differing_tags, 2, str(tmp_path))
-    assert messages[0] == "rank 0 saves 'tag_0' (partial=True), but rank 1 saves 'tag_1' (partial=True)"
+        save_checkpoint(tmp_path, f"tag_{smp.rank()}")
+    assert caught.value.message == "rank 0 saves 'tag_0' (partial=True), but rank 1 saves 'tag_1' (partial=True)"
     assert files(tmp_path) == []
 
 
