@@ -1,7 +1,7 @@
 """Agree between all ranks: rank 0 gets what each rank says, decides, and all get the same answer, or the same error.
 
-An agreement takes `MESSAGES_PER_RANK` messages for each rank but the first, so a save or a resume costs as many
-messages as there are ranks, times a number of agreements that does not depend on them.
+An agreement takes four messages for each rank but the first: size and text of what it says, and of the answer. So a
+save or a resume costs as many messages as there are ranks, times a number of agreements that does not depend on them.
 
 `together` is how saving and loading fail: all ranks succeed, or all of them raise.
 """
@@ -21,8 +21,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import object_from
 
-MESSAGES_PER_RANK: Final = 4
-"""Size and text of what it says, and of the answer."""
 _WHAT: Final = "an agreement on a checkpoint"
 _TAG: Final = 0x5AA
 """Separates these messages from others between the same ranks."""
@@ -65,7 +63,7 @@ def _gather(value: _T, group: dist.ProcessGroup) -> list[_T]:
 
 def all_or_raise(failure: str, attempt: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     """Run `attempt` on all ranks; return this rank's result if all succeed. The rest is as in `together`."""
-    result: list[_T] = []  # stays on this rank
+    result: list[_T] = []  # it stays on this rank, unlike what `together` passes to rank 0
     together(failure, lambda: result.append(attempt()), lambda _: None, group)
     return result[0]
 
@@ -76,12 +74,9 @@ def together(
     decide: Callable[[list[_T]], _Answer],
     group: dist.ProcessGroup | None = None,
 ) -> tuple[_T, _Answer]:
-    """Run `attempt` on all ranks; return this rank's result, and what rank 0 decides of all, if all succeed.
+    """Run `attempt` on all ranks; return this rank's result, and what rank 0 decides from all of them, if all succeed.
 
-    All ranks must call this.
-
-    Raises:
-        CheckpointError: on all ranks, if one failed; it begins with `failure` and names those that did.
+    Otherwise raise CheckpointError on all ranks, which begins with `failure` and names the ranks that failed.
     """
     return work_together(failure, lambda _: attempt(), decide, group)
 

@@ -87,9 +87,13 @@ def finish_previous_save() -> None:
     Raises:
         CheckpointError: on all ranks, if it failed and a rank has not been told.
     """
-    if _previous is not None:
-        error = end_previous_save()
-        raise_failed_save(agree(text_of(error), first_text), error)
+    if _previous is None:
+        return
+    error = end_previous_save()
+    own_reason = None if error is None else error.message if isinstance(error, SmpkitError) else repr(error)
+    reason = agree(own_reason, lambda reasons: next(filter(None, reasons), None))
+    if reason is not None:
+        raise CheckpointError(f"the save in the background failed: {reason}") from error
 
 
 def end_previous_save() -> Exception | None:
@@ -97,22 +101,6 @@ def end_previous_save() -> Exception | None:
     global _previous
     pending, _previous = _previous, None
     return None if pending is None else pending.unreported_error()
-
-
-def text_of(error: Exception | None) -> str | None:
-    """Return what other ranks are told of an error."""
-    return None if error is None else error.message if isinstance(error, SmpkitError) else repr(error)
-
-
-def first_text(texts: list[str | None]) -> str | None:
-    """Return what the first rank says that says anything."""
-    return next(filter(None, texts), None)
-
-
-def raise_failed_save(text: str | None, error: Exception | None) -> None:
-    """Raise what ranks have agreed on: why the save before failed; nothing where it did not."""
-    if text is not None:
-        raise CheckpointError(f"the save in the background failed: {text}") from error
 
 
 def _finish_at_end() -> Exception | None:

@@ -37,11 +37,7 @@ SCALER: Final = "optim.loss_scaler"
 
 
 def wrapped_model(model: DistributedModel | None = None) -> DistributedModel:
-    """Return `model`, or the last model that was wrapped if it is None.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return `model`, or the last model that was wrapped if it is None; raise UsageError if there is none."""
     wrapped: Any = model if model is not None else state.model
     if wrapped is None:
         raise UsageError("there is no model to save or load", hint="wrap it with smp.DistributedModel(...) first")
@@ -71,7 +67,6 @@ class StateEntry:
 
     Args:
         name: in the checkpoint, in the style of torch's distributed checkpoints: `model.wte.weight`.
-        value: a tensor, or another value that `torch.save` can write.
         shape: of the whole tensor; None for other values, and for tensors that a file of safetensors cannot hold.
         chunks: the parts of the whole tensor that `value` is.
         holders: the ranks that hold the same.
@@ -101,9 +96,6 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
     States are named by their parameter, because its number depends on the parameter groups. A state with its
     parameter's shape is divided as the parameter is. Any other state of a divided parameter can be loaded only with the
     same division, and its name says which.
-
-    Raises:
-        CheckpointError: the optimizer's state has not torch's layout, or is of a kind that cannot be divided.
     """
     entries, divisions = [], dict[int, Division]()
     for name, value in model.module.state_dict(keep_vars=True).items():
@@ -225,19 +217,14 @@ def chunks_of(shape: Sequence[int], shard: TpShard | None = None) -> list[Chunk]
 
 @dataclass(frozen=True)
 class Division:
-    """How a parameter or buffer is divided over ranks, and with it each state of its shape.
-
-    Args:
-        shape: of the whole tensor.
-        local_shape: of this rank's part.
-        chunks: the parts of the whole tensor that this is.
-        suffix: which part it is, out of how many, in names: `@0of2`; empty if it is whole.
-    """
+    """How a parameter or buffer is divided over ranks, and with it each state of its shape."""
 
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     local_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     suffix: str
+    """In names, which part it is, out of how many: `@0of2`; empty if it is whole."""
 
     def fits(self, value: torch.Tensor) -> bool:
         """Return whether a state is divided as its parameter is."""
@@ -314,8 +301,8 @@ def translated(
     translation: Translation, values: Mapping[str, torch.Tensor], module: nn.Module, prefix: str
 ) -> Iterator[tuple[str, TensorFactory]]:
     """Yield the names of a module's translated state, after `prefix`, each with what makes the whole tensor."""
-    for name, made in translation(values, module):
-        yield prefix + name, made if callable(made) else _constant(made)
+    for name, value in translation(values, module):
+        yield prefix + name, value if callable(value) else _constant(value)
 
 
 def _constant(tensor: torch.Tensor) -> TensorFactory:

@@ -40,18 +40,11 @@ _ZERO_STAGE: Final = 3
 
 
 def export(checkpoint: Path, target: Path, layout: str = "smp-v1") -> Path:
-    """Write the weights of a partial checkpoint to a new folder, which appears in one rename.
+    """Write the weights of a partial checkpoint to a new folder, which appears in one rename; return what was read.
 
     Args:
         checkpoint: `{tag}_partial`, or the folder that holds it; then its newest.
         layout: one of `LAYOUTS`.
-
-    Returns:
-        The checkpoint that was read.
-
-    Raises:
-        UsageError: the layout or the target is impossible, or the layout cannot hold a weight; nothing is written then.
-        CheckpointError: the checkpoint is missing or damaged, or the target cannot be written.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"there is no layout {quoted(layout)}", hint=f"use `{'` or `'.join(LAYOUTS)}`")
@@ -61,7 +54,7 @@ def export(checkpoint: Path, target: Path, layout: str = "smp-v1") -> Path:
         raise UsageError(
             f"`{target}` cannot be made: there is no folder `{target.parent}`", hint="make that folder first"
         )
-    source = find_checkpoint(checkpoint)
+    source = _find_checkpoint(checkpoint)
     staged = files.staging_folder(target.parent, target.name, files.new_save_id())
     try:
         with files.as_checkpoint_error(f"`{target}` cannot be written"):
@@ -75,12 +68,8 @@ def export(checkpoint: Path, target: Path, layout: str = "smp-v1") -> Path:
     return source
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the folder of the partial checkpoint that a path means: itself, or the newest one in it.
-
-    Raises:
-        CheckpointError: there is none, or the newest is damaged.
-    """
+def _find_checkpoint(path: Path) -> Path:
+    """Return the folder of the partial checkpoint that a path means: itself, or the newest one in it."""
     if not path.is_dir():
         raise CheckpointError(
             f"`{path}` is no folder", hint="name a checkpoint's folder, such as `checkpoints/step_100_partial`"
@@ -98,12 +87,8 @@ def find_checkpoint(path: Path) -> Path:
     return path / next(iter(survey.usable))
 
 
-def sources_in(reader: CheckpointReader) -> tuple[dict[str, str], list[str]]:
-    """Return where a checkpoint has the finest value of each tensor of the model, by name; and which are trained.
-
-    Raises:
-        CheckpointError: it holds no weights.
-    """
+def _sources_in(reader: CheckpointReader) -> tuple[dict[str, str], list[str]]:
+    """Return where a checkpoint has the finest value of each tensor of the model, by name; and which are trained."""
     tensors = {name.removeprefix(MODEL): name for name in reader.tensors if name.startswith(MODEL)}
     if not tensors:
         raise CheckpointError(f"{reader.folder} holds no weights")
@@ -131,7 +116,7 @@ def sources_in(reader: CheckpointReader) -> tuple[dict[str, str], list[str]]:
 
 def _write_smp_v1(staged: Path, checkpoint: Path) -> None:
     reader = CheckpointReader(checkpoint)
-    sources, trained = sources_in(reader)
+    sources, trained = _sources_in(reader)
     shapes = OrderedDict((name, reader.tensors[sources[name]].size) for name in trained)
     for name in trained:
         dtype = reader.tensors[sources[name]].properties.dtype
@@ -159,7 +144,7 @@ def _write_smp_v1(staged: Path, checkpoint: Path) -> None:
 
 def _write_hub(staged: Path, checkpoint: Path) -> None:
     reader = CheckpointReader(checkpoint)
-    sources, _ = sources_in(reader)
+    sources, _ = _sources_in(reader)
     places = reader.places()
     first_names = {places[source]: name for name, source in reversed(sources.items())}
     tensors = {name: read_whole(reader, sources[name]) for name in sources if name in first_names.values()}

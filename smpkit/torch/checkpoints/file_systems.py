@@ -62,11 +62,6 @@ def _lowest(path: Path, save_id: str) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for checkpoints.
-
-    Raises:
-        CheckpointError: that is not possible.
-    """
     if path.is_symlink() and not path.exists():
         # `smpkit run` links the checkpoints; `mkdir` says only that the link is there.
         where = path.readlink()

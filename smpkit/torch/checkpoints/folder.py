@@ -155,11 +155,7 @@ def check_tag(tag: object) -> None:
 
 
 class _CheckedFile:
-    """Counts the size and the CRC-32 of what is written through it.
-
-    Args:
-        go_on: called again and again, as `work_together` has it.
-    """
+    """Counts the size and the CRC-32 of what is written through it, and calls `go_on` again and again meanwhile."""
 
     def __init__(self, file: BinaryIO, go_on: Callable[[], None]) -> None:
         self._file = file
@@ -191,11 +187,7 @@ class _CheckedFile:
 def fsync_write(
     path: Path, write: Callable[[IO[bytes]], object], go_on: Callable[[], None] = lambda: None
 ) -> tuple[int, int]:
-    """Write a new file from its begin to its end and flush it to the disk; return its size in bytes, and its CRC-32.
-
-    Args:
-        go_on: called again and again, as `work_together` has it.
-    """
+    """Write a new file from its begin to its end and flush it to the disk; return its size in bytes, and its CRC-32."""
     with path.open("wb") as file:
         checked = _CheckedFile(file, go_on)
         write(cast("IO[bytes]", checked))
@@ -227,7 +219,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def new_save_id() -> str:
-    """Return a random id for one save."""
     return secrets.token_hex(8)
 
 
@@ -300,11 +291,7 @@ def _crc_of(content: Mapping[str, Any]) -> int:
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of a partial checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another format.
-    """
+    """Return the index of a partial checkpoint; raise CheckpointError if it is missing, damaged or another format's."""
     try:
         data = read_regular(folder / INDEX, _MAX_JSON_BYTES)
         if len(data) > _MAX_JSON_BYTES:
@@ -331,22 +318,21 @@ def read_index(folder: Path) -> Index:
 
 
 def _another_format(folder: Path, content: Mapping[str, Any]) -> _AnotherFormatError:
-    found = content.get("format")
-    older = isinstance(found, int) and found < _FORMAT
-    age = "an older" if older else "a newer"
+    number = content.get("format")
+    is_older = isinstance(number, int) and number < _FORMAT
+    age = "an older" if is_older else "a newer"
     export = "with the version that wrote it, save the model with partial=False, and load that file with partial=False"
     return _AnotherFormatError(
-        f"{folder} has format {quoted(found)}, of {age} smpkit ({quoted(content.get('smpkit'))}); "
+        f"{folder} has format {quoted(number)}, of {age} smpkit ({quoted(content.get('smpkit'))}); "
         f"this one reads format {_FORMAT}",
-        hint=f"{export}; or start anew in another folder" if older else "update smpkit to the version that wrote it",
+        hint=f"{export}; or start anew in another folder" if is_older else "update smpkit to the version that wrote it",
     )
 
 
 def look_at(folder: Path, index: Index, names: Iterable[str]) -> tuple[str | None, list[str]]:
     """Return what is wrong with the kinds and sizes of files, None if nothing is; and which of them are not there.
 
-    Raises:
-        CheckpointError: this machine cannot tell.
+    Raise CheckpointError where this machine cannot tell.
     """
     missing = []
     for name in names:
@@ -372,10 +358,8 @@ def _stat(path: Path) -> os.stat_result | None:
 def find_corruption(crcs: Mapping[Path, int]) -> str | None:
     """Return which of these files has not the CRC-32 that it should have; None if all have.
 
-    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap.
-
-    Raises:
-        OSError: a file cannot be read, which says nothing of what is in it.
+    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap. A file that
+    cannot be read raises OSError, which says nothing of what is in it.
     """
     with ThreadPoolExecutor(min(_MAX_THREADS, own_cores()), "smpkit-checksums") as pool:
         try:
@@ -405,11 +389,7 @@ def missing_text(folder: Path, index: Index, missing: Collection[str]) -> str | 
 
 
 def find_damage(folder: Path, index: Index) -> str | None:
-    """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is.
-
-    Raises:
-        CheckpointError: this machine cannot tell.
-    """
+    """Return what is wrong with the kinds and sizes of a checkpoint's files; None if they are complete."""
     damage, missing = look_at(folder, index, index.files)
     return damage or missing_text(folder, index, missing)
 
@@ -431,11 +411,7 @@ class Survey:
 
 
 def survey(path: Path, partial: bool) -> Survey:
-    """Look at all checkpoints of one kind in a folder.
-
-    Raises:
-        CheckpointError: the newest one has another format, or this machine cannot tell.
-    """
+    """Look at all checkpoints of one kind in a folder; raise CheckpointError if the newest has another format."""
     damaged: dict[str, str] = {}
     try:
         newest = read_newest(path)
@@ -460,15 +436,15 @@ def survey(path: Path, partial: bool) -> Survey:
 
 def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict[str, Index]:
     """Return the indices of the partial checkpoints in a folder by name, the newest first."""
-    found: dict[str, Index] = {}
+    indices: dict[str, Index] = {}
     for folder in sorted(path.glob(f"*{PARTIAL}")):
         try:
-            found[folder.name] = read_index(folder)
+            indices[folder.name] = read_index(folder)
         except CheckpointError as error:
             if folder.name == newest and (isinstance(error, _AnotherFormatError) or is_fault_of_machine(error)):
                 raise
             damaged[folder.name] = error.message
-    return dict(sorted(found.items(), key=lambda item: -item[1].order))
+    return dict(sorted(indices.items(), key=lambda item: -item[1].order))
 
 
 def complete_partials(path: Path) -> list[tuple[str, Index]]:
@@ -484,11 +460,7 @@ def next_order(path: Path) -> int:
 
 
 def read_newest(path: Path) -> str | None:
-    """Return the name in `newest`; None if there is no such file.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds no name of a checkpoint.
-    """
+    """Return the name in `newest`; None if there is no such file. Raise CheckpointError if it holds no name."""
     try:
         name = read_regular(path / NEWEST, _MAX_NAME_BYTES)[:_MAX_NAME_BYTES].decode().strip()
     except (FileNotFoundError, NotADirectoryError):

@@ -102,7 +102,6 @@ def load_pretrained(
 
 
 def _bytes_of(size: object) -> int:
-    """Return a size, such as "5GB", in bytes."""
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", size.strip(), re.IGNORECASE)
         if match is not None:
@@ -159,7 +158,7 @@ def _stage(staged: Path, target: Path, root: nn.Module, shards: Mapping[str, Spe
 
 
 class _ShardWriter:
-    """Writes tensors into their files, one file after the other."""
+    """Writes tensors into their files, one file after the other; a tensor of no file, as a tied weight, is left out."""
 
     def __init__(self, staged: Path, shards: Mapping[str, Specs]) -> None:
         self._staged = staged
@@ -169,7 +168,6 @@ class _ShardWriter:
         self._offsets: dict[str, int] = {}
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Write a tensor; one that is in none of the files, such as a tied weight, is left out."""
         if name not in self._file_of:
             return
         with files.as_checkpoint_error(f"{self._file_of[name]} cannot be written"):
@@ -183,7 +181,6 @@ class _ShardWriter:
             self._file.write(bytes_of(value))
 
     def close(self) -> None:
-        """End the last file."""
         if self._file is not None:
             file, self._file = self._file, None
             file.flush()
@@ -232,7 +229,6 @@ def _publish(staged: Path, target: Path, writer: _ShardWriter) -> None:
 
 
 def _reader_of(folder: Path, root: nn.Module) -> Reader:
-    """Return a reader of the safetensors files of a folder, by the names of a model."""
     stored: dict[str, Any] = {}
     for file in _files_in(folder):
         with open_tensors(folder / file) as opened:

@@ -9,6 +9,7 @@ is one whole tensor in memory at a time. Optimizer states are translated like th
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -51,14 +52,7 @@ def load_model(model: DistributedModel, reader: Reader, strict: bool, prefix: st
     """Fill the parameters and buffers that this rank holds, in place.
 
     Parameters without memory, and those whose files are on other hosts only, are loaded when the model is partitioned:
-    then it is known whether this rank holds them.
-
-    Args:
-        strict: whether the names must be the same.
-        prefix: of the model's names in the checkpoint.
-
-    Raises:
-        CheckpointError: the names or shapes are those of another model.
+    then it is known whether this rank holds them. `prefix` is that of the model's names in the checkpoint.
     """
     state_dict = model.module.state_dict(keep_vars=True)
     sources = _sources(model.module, state_dict, reader, prefix, strict)
@@ -66,16 +60,13 @@ def load_model(model: DistributedModel, reader: Reader, strict: bool, prefix: st
     now, deferred = dict[str, TensorSource](), dict[str, TensorSource]()
     for name, source in sources.items():
         must_wait = is_delayed(state_dict[name]) or (isinstance(source, str) and reader.is_missing(source))
-        (deferred if must_wait and awaits_partition(model) else now)[name] = source
+        (deferred if must_wait and _awaits_partition(model) else now)[name] = source
     _fill(model, reader, now)
     if deferred:
         defer_load(lambda: _fill(model, reader, deferred))
-    if state.optimizer is not None:
-        state.optimizer.refresh_masters()
 
 
-def awaits_partition(model: DistributedModel) -> bool:
-    """Return whether the model is still to be partitioned."""
+def _awaits_partition(model: DistributedModel) -> bool:
     return model.pipeline is not None and not model.partitioned
 
 
@@ -179,17 +170,12 @@ def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
 
 
 def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader) -> None:
-    """Load the groups' settings, and the states of the parameters that this rank holds, which the partition decides.
-
-    Raises:
-        CheckpointError: it is the state of another optimizer, or can be loaded only with the degrees of the job that
-            saved.
-    """
+    """Load the groups' settings, and the states of the parameters that this rank holds, which the partition decides."""
     if GROUPS not in reader.objects:
         warn_user(f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew")
         return
     groups = _groups(optimizer, reader.read_objects([GROUPS])[GROUPS])
-    if awaits_partition(model):
+    if _awaits_partition(model):
         # States wait until it is known what this rank holds; settings such as the learning rate are needed before.
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -226,32 +212,29 @@ def _load_states(
     by_parameter = _states_by_parameter(reader)
     factories = _state_factories(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
-    states: dict[int, dict[str, Any]] = {}
+    states = defaultdict[int, dict[str, Any]](dict)
     targets = dict[str, Target]()
     objects: list[tuple[int, str, str]] = []
     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if not model.owns(parameter):
             continue
-        found = dict[str, Any]()
         if name in factories:
-            found |= {key: _local_part(make(), parameter) for key, make in factories[name].items()}
-        else:
-            division = division_of(parameter)
-            for key, full in _usable(name, by_parameter.get(name, ()), division.suffix):
-                if full in reader.objects:
-                    objects.append((number, key, full))
-                else:
-                    targets[full] = _target(reader, full, division, parameter.device)
-                    found[key] = targets[full].tensor
-        if found:
-            states[number] = found
+            states[number] = {key: _local_part(make(), parameter) for key, make in factories[name].items()}
+            continue
+        division = division_of(parameter)
+        for key, full in _usable(name, by_parameter.get(name, ()), division.suffix):
+            if full in reader.objects:
+                objects.append((number, key, full))
+            else:
+                targets[full] = _target(reader, full, division, parameter.device)
+                states[number][key] = targets[full].tensor
     read_into(reader, targets)
     scalers = {SCALER}.intersection(reader.objects)
     values = reader.read_objects({*scalers, *(full for _, _, full in objects)})
     for number, key, full in objects:
-        states.setdefault(number, {})[key] = values[full]
+        states[number][key] = values[full]
     scaler = {SCALER_KEY: values[SCALER]} if scalers else {}
-    optimizer.load_state_dict({"state": states, "param_groups": groups, **scaler})
+    optimizer.load_state_dict({"state": dict(states), "param_groups": groups, **scaler})
 
 
 def _state_factories(
@@ -285,21 +268,17 @@ def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _states_by_parameter(reader: Reader) -> dict[str, list[str]]:
     """Return the names of the states in the checkpoint, by parameter; keys have no dots, parameters may have."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for full in (*reader.tensors, *reader.objects):
         if full.startswith(STATES):
-            found.setdefault(full.removeprefix(STATES).rpartition(".")[0], []).append(full)
-    return found
+            names.setdefault(full.removeprefix(STATES).rpartition(".")[0], []).append(full)
+    return names
 
 
 def _usable(name: str, states: Iterable[str], suffix: str) -> Iterable[tuple[str, str]]:
-    """Return the states of a parameter that this rank can use: keys, and names in the checkpoint.
+    """Return the states of a parameter that this rank can use, given the suffix of the parameter's division here.
 
-    Args:
-        suffix: of the parameter's division here.
-
-    Raises:
-        CheckpointError: one can be loaded only with other degrees.
+    They are keys, and names in the checkpoint. One that can be loaded only with other degrees is an error.
     """
     usable, foreign = {}, set()
     for full in states:
@@ -334,15 +313,14 @@ Replaced: TypeAlias = tuple[str, tuple[str, ...], nn.Module, Translation]
 that; the distributed module, from which the translation takes sizes; and the translation to the model's names."""
 
 
-def _factories(replaced: Replaced, reader: Reader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
+def _factories(replaced: Replaced, reader: Reader, entry_of: Callable[[str], str]) -> dict[str, TensorFactory]:
     """Return a factory for each whole tensor of a replaced module's own state, by name.
 
-    Args:
-        full: returns the full name of an entry (of the weight, or of one of its states), given the parameter's name in
-            the checkpoint. Entries that are not there are left out.
+    `entry_of` returns the name of an entry (of the weight, or of one of its states), given the parameter's name in the
+    checkpoint. Entries that are not there are left out.
     """
     prefix, saved_names, module, translation = replaced
-    names = {name: full(prefix + name) for name in saved_names}
+    names = {name: entry_of(prefix + name) for name in saved_names}
     saved = {name: entry for name, entry in names.items() if entry in reader.tensors}
     tensors = TensorsOnAccess(saved, lambda name: read_whole(reader, saved[name]))
     return dict(translated(translation, tensors, module, prefix))
@@ -351,17 +329,18 @@ def _factories(replaced: Replaced, reader: Reader, full: Callable[[str], str]) -
 def _replaced(root: nn.Module, names: Collection[str]) -> Iterator[Replaced]:
     """Yield the modules of a model that have other names in a checkpoint, given the checkpoint's names."""
 
-    def inside(prefix: str) -> tuple[str, ...]:
-        return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    def inside(name: str) -> tuple[str, tuple[str, ...]]:
+        prefix = f"{name}." if name else ""
+        return prefix, tuple(saved.removeprefix(prefix) for saved in names if saved.startswith(prefix))
 
     for name, module, rule in replaced_modules(root):
         # Only the translation knows the names of the original module.
-        saved_names = inside(prefix := f"{name}." if name else "")
+        prefix, saved_names = inside(name)
         if rule.to_distributed is not None and not set(saved_names) <= set(module.state_dict()):
             yield prefix, saved_names, module, rule.to_distributed
     # Saved with tensor parallelism, loaded without: stubs of the replacements that would be made know the names.
     for name, module, stub, rule in replacement_stubs(root) if state.tp_size == 1 else ():
-        saved_names = inside(prefix := f"{name}." if name else "")
+        prefix, saved_names = inside(name)
         is_of_stub = set(saved_names) <= set(stub.state_dict())
         if rule.from_distributed is not None and is_of_stub and not set(saved_names) <= set(module.state_dict()):
             yield prefix, saved_names, stub, rule.from_distributed

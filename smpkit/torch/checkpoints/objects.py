@@ -49,11 +49,7 @@ _HINT: Final = (
 
 
 def dump(obj: Any, file: IO[bytes], pickle_protocol: int = 2) -> None:
-    """Write an object as `torch.save` does.
-
-    Raises:
-        CheckpointError: a part of it cannot be pickled, or would be refused by whoever reads it.
-    """
+    """Write an object as `torch.save` does; raise CheckpointError if it cannot be pickled, or could not be read."""
     try:
         torch.save(obj, file, _Pickle, pickle_protocol)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
@@ -90,26 +86,18 @@ class _Pickle:
 
 
 def load(path: Path, map_location: Any = None, **options: Any) -> Any:
-    """Read a file of `torch.save` with `weights_only=True`, and objects of allowed classes.
-
-    Args:
-        map_location, options: torch.load's.
-
-    Raises:
-        CheckpointError: it is damaged, or holds an object of a class that is refused.
-    """
+    """Read a file of `torch.save` with `weights_only=True`, and objects of allowed classes; `options` are torch's."""
     with torch.serialization.safe_globals([*_plain_types()]):
         try:
             return torch.load(path, map_location, weights_only=True, **options)
         except pickle.UnpicklingError as error:
             if not (wanted := _names_of_classes(path)):
                 raise CheckpointError(f"{path} is damaged: {_first_line(error)}") from error
-    allowed = {full: find_allowed(full) for full in wanted}
-    if refused := sorted(full for full, kind in allowed.items() if kind is None):
-        reasons = ", ".join(f"`{full}`, and {why_refused(full)}" for full in refused[:_MAX_NAMED])
+    classes = {full: find_allowed(full) for full in wanted}
+    if refused := sorted(f"`{full}`, and {reason}" for full, (_, reason) in classes.items() if reason):
         more = f", and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
-        raise CheckpointError(f"{path} needs {reasons}{more}", hint=_HINT)
-    with torch.serialization.safe_globals([*_plain_types(), *((kind, full) for full, kind in allowed.items())]):
+        raise CheckpointError(f"{path} needs {', '.join(refused[:_MAX_NAMED])}{more}", hint=_HINT)
+    with torch.serialization.safe_globals([*_plain_types(), *((kind, full) for full, (kind, _) in classes.items())]):
         try:
             return torch.load(path, map_location, weights_only=True, **options)
         except Exception as error:  # of a class that is built in a way that `weights_only` does not offer
@@ -148,11 +136,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> None:
-    """Write `obj` completely or not at all.
-
-    Args:
-        pickle_module: torch.save's; what it writes may need a reader that trusts the file.
-    """
+    """Write `obj` completely or not at all. What a `pickle_module` writes may need a reader that trusts the file."""
 
     def write(file: IO[bytes]) -> None:
         if pickle_module is None:
@@ -176,11 +160,11 @@ def read_file(
     Args:
         pickle_module: reads the file in torch's place, whatever it names.
         weights_only: False loads whatever the file names; None: True, unless the user has set torch's variable.
-        options: of `load`, or torch.load's.
     """
     check_archive(path)
     if weights_only is None:
-        weights_only = not _trusts_files()
+        trusts_files = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower()
+        weights_only = trusts_files not in {"1", "y", "yes", "true"}
     try:
         if weights_only and pickle_module is None:
             return load(path, map_location, **options)
@@ -189,17 +173,6 @@ def read_file(
         raise
     except Exception as error:  # a damaged file can raise anything, such as a KeyError of the unpickler
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
-
-
-def _trusts_files() -> bool:
-    """Return whether the user has set torch's variable for that."""
-    return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in {"1", "y", "yes", "true"}
-
-
-def read_mapped(path: Path, **options: Any) -> Any:
-    """Read a file of `torch.save` with its tensors mapped, not read. It must not change while the result is in use."""
-    # Files from before 2020 are no zip files and cannot be mapped.
-    return read_file(path, "cpu", mmap=zipfile.is_zipfile(path), **options)
 
 
 def check_archive(path: Path) -> None:
@@ -277,44 +250,29 @@ _CONFIGURATION: Final = re.compile(r"transformers\.models\.(\w+)\.configuration_
 """The names of Hugging Face's configurations, which keep their arguments."""
 
 
-def find_allowed(name: str) -> Any:
-    """Return the class with a full name, if objects of it may be loaded; None if not."""
+def find_allowed(name: str) -> tuple[Any, str]:
+    """Return the class with a full name, or why objects of it may not be loaded."""
     module_name, _, attribute = name.rpartition(".")
-    if attribute in _REVIEWED.get(module_name, "").split():
-        return _import(name)
-    if _CONFIGURATION.fullmatch(name):
-        kind = _import(name)
-        bases = {base.__name__ for base in kind.__mro__} if isinstance(kind, type) else set()
-        if not bases.isdisjoint(("PretrainedConfig", "PreTrainedConfig")):
-            return kind
-    # A class that a module of the job's source folder defines itself, if the module has been imported. What the module
-    # has only imported, such as subprocess.Popen, is not its own.
+    is_reviewed = attribute in _REVIEWED.get(module_name, "").split()
+    if is_reviewed or _CONFIGURATION.fullmatch(name):
+        with contextlib.suppress(ImportError):
+            kind: Any = getattr(importlib.import_module(module_name), attribute, None)
+            bases = {base.__name__ for base in getattr(kind, "__mro__", ())}
+            if kind is not None and (is_reviewed or bases & {"PretrainedConfig", "PreTrainedConfig"}):
+                return kind, ""
     module = sys.modules.get(module_name)
+    if module is None:
+        return None, "its module has not been imported"
     kind = getattr(module, attribute, None)
-    if module is None or not isinstance(kind, type) or kind.__module__ != module_name:
-        return None
-    return kind if _is_own_source(module) else None
-
-
-def why_refused(name: str) -> str:
-    """Return why `find_allowed` returns None for this name, in a few words."""
-    module, _, attribute = name.rpartition(".")
-    if module not in sys.modules:
-        return "its module has not been imported"
-    kind = getattr(sys.modules[module], attribute, None)
     if kind is None:
-        return "its module has no such class"
+        return None, "its module has no such class"
     if not isinstance(kind, type):
-        return "it is no class"
-    return "it is neither a reviewed class nor one of the script's own source folder"
-
-
-def _import(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute, None)
-    except ImportError:
-        return None
+        return None, "it is no class"
+    # A class that a module of the job's source folder defines itself. What the module has only imported, such as
+    # subprocess.Popen, is not its own.
+    if kind.__module__ != module_name or not _is_own_source(module):
+        return None, "it is neither a reviewed class nor one of the script's own source folder"
+    return kind, ""
 
 
 def _is_own_source(module: ModuleType) -> bool:

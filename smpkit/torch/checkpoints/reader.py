@@ -8,6 +8,7 @@ a file only the slices that are asked for are read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,11 +46,7 @@ Stored: TypeAlias = tuple[Sequence[int], torch.dtype, Sequence[Piece]]
 
 
 class Reader(StorageReader):
-    """Reads pieces of tensors from the files of one folder, for `torch.distributed.checkpoint` too.
-
-    Args:
-        tensors: by name.
-    """
+    """Reads pieces of tensors from the files of one folder, for `torch.distributed.checkpoint` too."""
 
     objects: Collection[str] = ()
     """The names of values that are no tensors."""
@@ -90,7 +87,7 @@ class Reader(StorageReader):
 
     def read(self, items: Iterable[ReadItem], place: Callable[[ReadItem, torch.Tensor], None]) -> None:
         """Read the items of a plan, one file after the other, and give each to `place`."""
-        by_file: dict[str, list[tuple[str, list[int], ReadItem]]] = {}  # so that each file is opened once
+        by_file: dict[str, list[tuple[str, list[int], ReadItem]]] = {}
         for item in items:
             if 0 in item.lengths:
                 continue
@@ -198,16 +195,10 @@ class CheckpointReader(Reader):
         return any(self._pieces[MetadataIndex(name, chunk.offsets)][0] in self._missing for chunk in chunks)
 
     def read_objects(self, names: Iterable[str]) -> dict[str, Any]:
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            files = sorted(self.index.objects[name], key=lambda file: file in self._missing)
-            by_file.setdefault(files[0], []).append(name)
-        self.check_files(by_file)
-        found = {}
-        for file, wanted in by_file.items():
-            content = read_file(self.folder / file, "cpu", weights_only=self._weights_only)
-            found.update({name: content[name] for name in wanted})
-        return found
+        file_of = {name: min(self.index.objects[name], key=lambda file: file in self._missing) for name in names}
+        self.check_files(set(file_of.values()))
+        read = functools.cache(lambda file: read_file(self.folder / file, "cpu", weights_only=self._weights_only))
+        return {name: read(file)[name] for name, file in file_of.items()}
 
     def check_files(self, names: Collection[str]) -> None:
         if lacking := sorted(self._missing.intersection(names)):
@@ -225,11 +216,7 @@ class CheckpointReader(Reader):
 
 
 class StateReader(Reader):
-    """Reads a whole state dict that is in memory, or mapped.
-
-    Args:
-        path: where it comes from, for messages.
-    """
+    """Reads a whole state dict that is in memory, or mapped from `path`."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -266,11 +253,7 @@ class Target:
 
 
 def read_into(reader: Reader, targets: Mapping[str, Target]) -> None:
-    """Fill the targets, given by their names in the checkpoint, all of which it has; reads only these chunks.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a part of a chunk, or a file is damaged.
-    """
+    """Fill the targets, given by their names in the checkpoint, all of which it has; read only these chunks."""
 
     def place(item: ReadItem, value: torch.Tensor) -> None:
         assert item.dest_index.index is not None
@@ -282,11 +265,11 @@ def read_into(reader: Reader, targets: Mapping[str, Target]) -> None:
     items: list[ReadItem] = []
     for name, target in targets.items():
         overlaps = create_read_items_for_chunk_list(name, reader.tensors[name], _torchs(target.chunks))
-        found = sum(math.prod(item.lengths) for item in overlaps)
-        wanted = sum(math.prod(each.sizes) for each in target.chunks)
-        if found != wanted:
+        num_saved = sum(math.prod(item.lengths) for item in overlaps)
+        num_wanted = sum(math.prod(chunk.sizes) for chunk in target.chunks)
+        if num_saved != num_wanted:
             raise CheckpointError(
-                f"the checkpoint holds {found} of the {wanted} elements of `{name}` that this rank needs",
+                f"the checkpoint holds {num_saved} of the {num_wanted} elements of `{name}` that this rank needs",
                 hint="other degrees need all files of a checkpoint: keep it on a file system that all hosts share",
             )
         items += overlaps

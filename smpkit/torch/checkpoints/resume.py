@@ -7,6 +7,7 @@ checkpoint among them and compare each once with its size and checksum; then eac
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from smpkit.torch.checkpoints.background import finish_previous_save
 from smpkit.torch.checkpoints.entries import degrees, precision, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
-from smpkit.torch.checkpoints.objects import archive_corruption, read_file, read_mapped
+from smpkit.torch.checkpoints.objects import archive_corruption, read_file
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.core.runtime import WrappedOptimizer, state
@@ -123,11 +124,7 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which checkpoint to load; all ranks ask for the same.
-
-    Args:
-        with_optimizer: whether the optimizer's files are read.
-    """
+    """Which checkpoint to load, with or without its files of the optimizer; all ranks ask for the same."""
 
     folder: Path
     partial: bool
@@ -135,11 +132,7 @@ class _Choice:
     verify_checksums: bool
 
     def tagged(self, tag: str) -> tuple[str, frozenset[str]]:
-        """Return the name of the checkpoint with this tag, and what this host lacks of it.
-
-        Raises:
-            CheckpointError: it is damaged, or hosts have different ones.
-        """
+        """Return the name of the checkpoint with this tag, and what this host lacks of it."""
         name = f"{tag.removesuffix(files.PARTIAL)}{files.PARTIAL}" if self.partial else tag
         failure = f"checkpoint `{name}` in {self.folder} was not loaded"
         if self.partial:
@@ -167,17 +160,17 @@ class _Choice:
                 f"the others{_list(damaged)}",
                 hint="resume on the hosts that saved, or keep checkpoints on a file system that all hosts share",
             )
-        passed = {name: text for name, text in damaged.items() if name in (newest, files.NEWEST)}
+        skipped = {name: text for name, text in damaged.items() if name in (newest, files.NEWEST)}
         is_of_kind = newest is not None and newest.endswith(files.PARTIAL) == self.partial
         if newest is not None and is_of_kind and newest not in (*common, *damaged):
-            passed[newest] = "not all ranks have it"
+            skipped[newest] = "not all ranks have it"
         for name in common:
             damage, missing = self._check(name, file_systems, failure)
             if damage is None:
-                if passed:
-                    _warn(self.folder, name, passed)
+                if skipped:
+                    _warn(self.folder, name, skipped)
                 return name, missing
-            damaged[name] = passed[name] = damage
+            damaged[name] = skipped[name] = damage
         if damaged:
             raise _none_usable(self.folder, damaged)
         raise CheckpointError(f"there is no complete checkpoint in {self.folder}", hint="ask smp.latest_checkpoint")
@@ -191,10 +184,8 @@ class _Choice:
     def _check(self, name: str, file_systems: FileSystems, failure: str) -> tuple[str | None, frozenset[str]]:
         """Return how a checkpoint is damaged on some rank, None if it is intact on all, and what this host lacks of it.
 
-        All ranks call this; the ranks of a file system divide its files among them.
-
-        Raises:
-            CheckpointError: on all ranks, if one of them cannot tell, such as for want of memory.
+        The ranks of a file system divide its files among them. All raise CheckpointError if one of them cannot tell,
+        such as for want of memory.
         """
         path = self.folder / name
 
@@ -247,13 +238,9 @@ def files_to_check(index: files.Index, position: int, count: int, with_optimizer
 _Saves = tuple[dict[str, str], dict[str, str], str | None]
 
 
-def _common_saves(found: list[_Saves | None]) -> tuple[list[str], dict[str, str], str | None, list[int]]:
-    """Return the checkpoints that all file systems have, the newest first; what is damaged; `newest`; who lacks all.
-
-    Args:
-        found: what the leaders of file systems have, by rank.
-    """
-    surveys = {rank: each for rank, each in enumerate(found) if each is not None}
+def _common_saves(saves_by_rank: list[_Saves | None]) -> tuple[list[str], dict[str, str], str | None, list[int]]:
+    """Return the checkpoints that all file systems have, the newest first; what is damaged; `newest`; who lacks all."""
+    surveys = {rank: saves for rank, saves in enumerate(saves_by_rank) if saves is not None}  # of leaders
     lacking = [rank for rank, (saves, _, _) in surveys.items() if not saves]
     damaged = {name: text for _, texts, _ in reversed(surveys.values()) for name, text in texts.items()}
     # Hosts with folders of their own may have different checkpoints, or different saves under one name.
@@ -336,7 +323,8 @@ def _load_full(
     # Hugging Face makes an empty file as a marker, which is no pickle.
     is_content = content.is_file() and content.stat().st_size > 0
     user_content = read_file(content, "cpu", weights_only=weights_only) if is_content else {}
-    saved = read_mapped(path, weights_only=weights_only)
+    # Mapped, not read; files from before 2020 are no zip files and cannot be mapped.
+    saved = read_file(path, "cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
     saved = translate(dict(saved)) if translate else saved

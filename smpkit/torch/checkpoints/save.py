@@ -32,15 +32,7 @@ import torch.distributed as dist
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.agreement import agree, all_or_raise, work_together
-from smpkit.torch.checkpoints.background import (
-    PendingSave,
-    Snapshot,
-    end_previous_save,
-    first_text,
-    raise_failed_save,
-    start,
-    text_of,
-)
+from smpkit.torch.checkpoints.background import PendingSave, Snapshot, finish_previous_save, start
 from smpkit.torch.checkpoints.entries import (
     MODEL,
     StateEntry,
@@ -123,8 +115,7 @@ def save_checkpoint(
             except SmpkitError as error:
                 if blocking or isinstance(error, CheckpointError):
                     raise
-                # of a wait for another rank
-                raise CheckpointError(f"{save.failure}; {error.message}", hint=error.hint) from error
+                raise CheckpointError(f"{save.failure}; {error.message}", hint=error.hint) from error  # of a wait
 
     if not blocking:
         return start(tag, finish)
@@ -135,11 +126,10 @@ def save_checkpoint(
 def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
     """Check that all ranks make the same save, and find out who writes where."""
     failure = f"checkpoint `{tag}` was not saved"
-    unreported, known = end_previous_save(), known_file_systems(path)
+    finish_previous_save()
+    known = known_file_systems(path)
     # Before any file is touched: ranks with different tags would write to different folders.
-    call = tag, partial, files.new_save_id(), known is not None, text_of(unreported)
-    previous, difference, save_id, all_know = agree(call, _compare)
-    raise_failed_save(previous, unreported)
+    difference, save_id, all_know = agree((tag, partial, files.new_save_id(), known is not None), _compare)
     if difference is not None:
         raise UsageError(difference, hint="all ranks call smp.save_checkpoint with the same tag")
     if known is None or not all_know:
@@ -147,21 +137,15 @@ def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
     return _Save(path, tag, partial, save_id, known, failure, kept)
 
 
-_Call = tuple[str, bool, str, bool, str | None]
-
-
-def _compare(calls: list[_Call]) -> tuple[str | None, str | None, str, bool]:
-    """Return why the save before failed, how calls differ, the id of the save, and whether all know file systems."""
-    tag, partial, save_id, *_ = calls[0]
-    difference = next(
-        (
-            f"rank 0 saves {tag!r} (partial={partial}), but rank {rank} saves {call[0]!r} (partial={call[1]})"
-            for rank, call in enumerate(calls)
-            if call[:2] != (tag, partial)
-        ),
-        None,
-    )
-    return first_text([call[4] for call in calls]), difference, save_id, all(call[3] for call in calls)
+def _compare(calls: list[tuple[str, bool, str, bool]]) -> tuple[str | None, str, bool]:
+    """Return how calls differ, the id of the save, and whether all ranks know who shares a file system."""
+    tag, partial, save_id, _ = calls[0]
+    differences = [
+        f"rank 0 saves {tag!r} (partial={partial}), but rank {rank} saves {other_tag!r} (partial={other_partial})"
+        for rank, (other_tag, other_partial, *_) in enumerate(calls)
+        if (other_tag, other_partial) != (tag, partial)
+    ]
+    return next(iter(differences), None), save_id, all(knows for *_, knows in calls)
 
 
 # --- one save ---------------------------------------------------------------------------------------------------------
@@ -169,18 +153,14 @@ def _compare(calls: list[_Call]) -> tuple[str | None, str | None, str, bool]:
 
 @dataclass
 class _Part:
-    """What one rank writes, and what the index says of that.
-
-    Args:
-        contents: by the name of the file, what writes it; stays on this rank.
-        digests: of what it divides with other ranks that hold the same, by these ranks.
-        files, order: known when all is written.
-    """
+    """What one rank writes, and what the index says of that; `files` and `order` are known when all is written."""
 
     contents: dict[str, Callable[[IO[bytes]], object]] = field(default_factory=dict)
+    """What writes each file; stays on this rank."""
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: dict[str, list[str]] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
+    """Of what it divides with other ranks that hold the same, by a number for these ranks."""
     activations: Mapping[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     order: int = 0
@@ -188,12 +168,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Save:
-    """One save, as this rank sees it.
-
-    Args:
-        failure: with which its errors begin.
-        kept: how many complete partial checkpoints stay.
-    """
+    """One save, as this rank sees it; its errors begin with `failure`, and `kept` is how many checkpoints stay."""
 
     path: Path
     tag: str
@@ -205,7 +180,6 @@ class _Save:
 
     @property
     def name(self) -> str:
-        """Name of the folder or file of the checkpoint."""
         return f"{self.tag}{files.PARTIAL}" if self.partial else self.tag
 
     @property
@@ -258,11 +232,7 @@ class _Save:
         return f"{USER_CONTENT}_{state.rank}.pt" if state.rank else f"{USER_CONTENT}.pt"
 
     def complete(self, part: _Part, job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-        """Write this rank's files, and make the checkpoint visible when all ranks have.
-
-        Args:
-            job: what the index says of it.
-        """
+        """Write this rank's files, and make the checkpoint visible when all ranks have written theirs."""
         _, (index, is_divided) = work_together(
             self.failure,
             lambda go_on: _write_files(self, part, go_on),
@@ -410,8 +380,7 @@ def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str
 def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, bool]:
     """Return the index of what all ranks have written, and whether a file system lacks something of it.
 
-    Raises:
-        CheckpointError: ranks that should hold the same do not: what they leave to each other would be missing.
+    Ranks that should hold the same and do not are an error: what they leave to each other would be missing.
     """
     written: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}

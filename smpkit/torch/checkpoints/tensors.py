@@ -56,11 +56,7 @@ def is_storable(value: object) -> bool:
 
 
 def header_of(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file with these tensors, and the offset of each tensor in the file, in their order there.
-
-    Raises:
-        CheckpointError: the format has no name for a dtype, or uses the name of a tensor itself.
-    """
+    """Return the header of a file with these tensors, and the offset of each in the file, in their order there."""
     content: dict[str, Any] = {_METADATA: {"format": "pt"}}
     at = 0
     # Wide dtypes first, so that every tensor is aligned.
@@ -88,11 +84,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file, one tensor after the other.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file, one tensor after the other."""
     header, offsets = header_of({name: (tuple(value.shape), value.dtype) for name, value in tensors.items()})
     file.write(header)
     for name in offsets:
@@ -101,11 +93,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file with the package's `safe_open`: only what is asked for is read.
-
-    Raises:
-        CheckpointError: it is no whole file of this format.
-    """
+    """Open a file with the package's `safe_open`: only what is asked for is read."""
     try:
         with torch.device("cpu"), safe_open(path, "pt") as file:  # or slices come on the script's default device
             yield file

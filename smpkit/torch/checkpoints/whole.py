@@ -34,11 +34,7 @@ _ALIGNMENT = 64
 
 
 class WholeState:
-    """The whole state of a model, the same on all ranks.
-
-    Args:
-        translate: whether to use the names of the script's own model, where a translation is known.
-    """
+    """The whole state of a model, the same on all ranks; with `translate` under the names of the script's own model."""
 
     def __init__(self, model: DistributedModel, *, translate: bool) -> None:
         self._model = model
@@ -63,11 +59,7 @@ class WholeState:
         self._plain_names = [*first.values()]
 
     def deliver(self, take: Callable[[str, Any], object], failure: str) -> None:
-        """Call `take` on rank 0 with each name and value; all ranks call this.
-
-        Raises:
-            CheckpointError: on all ranks, if `take` raised it, or ranks hold other models; it begins with `failure`.
-        """
+        """Call `take` on rank 0 with each name and value; all ranks call this, and raise what `take` raises there."""
         _, digests = together(failure, lambda: zlib.crc32(repr(list(self.specs.items())).encode()), set)
         if len(digests) > 1:
             raise CheckpointError(f"{failure}; the model's names or shapes are not the same on all ranks")
@@ -117,12 +109,6 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
     """Write the whole state dict of a model as `torch.save` does, on rank 0; all ranks call this.
 
     `torch.save` takes all tensors at once, so they are written to a scratch file first and mapped from there.
-
-    Args:
-        translate: as in `WholeState`.
-
-    Raises:
-        CheckpointError: on all ranks, if it cannot be written; it begins with `failure`.
     """
     whole = all_or_raise(failure, lambda: WholeState(model, translate=translate))
     scratch = path.with_name(f"{path.name}.scratch")

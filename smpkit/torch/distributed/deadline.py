@@ -140,11 +140,7 @@ def _context_text(contexts: Mapping[str, str]) -> str:
 
 
 class Failures:
-    """What this process knows of failures of its job, and how it tells and wakes the other ranks.
-
-    Args:
-        store: where ranks publish their statuses.
-    """
+    """What this process knows of failures of its job, and how it tells and wakes the other ranks."""
 
     def __init__(self, store: FailureStore) -> None:
         self.store = store
@@ -252,9 +248,13 @@ class Failures:
             kind = "timed out" if isinstance(reason, DeadlineError) else "failed"
             first = store.failure() or store.record_failure(RankStatus(store.rank, kind, reason.message))
             store.ack()
-        except _STORE_IS_GONE as gone:
+        except _STORE_IS_GONE as gone:  # most often because rank 0 served it and is gone
             abort(store.groups())
-            return _without_store(store, own, gone)
+            return RemoteError(
+                f"rank {store.rank} lost {name_ranks(peers)} in {what} after {_duration(own)};"
+                f" the store in {store.server} could tell why, but {first_line(gone)}",
+                hint=f"see the output of {store.server}",
+            )
         return reason if first.rank == store.rank else error_of(first)
 
 
@@ -282,7 +282,6 @@ def detach() -> None:
 
 
 def current_failures() -> Failures | None:
-    """Return what is attached."""
     return _failures
 
 
@@ -381,12 +380,7 @@ def _follow_waits(store: FailureStore, peers: Sequence[int]) -> tuple[dict[int, 
 
 
 def _own_diagnosis(own: RankStatus, statuses: dict[int, RankStatus]) -> SmpkitError:
-    """Return what happened as this rank sees it: ranks that have published nothing are those waited for.
-
-    Args:
-        own: the wait of this rank that failed.
-        statuses: of the other ranks.
-    """
+    """Return what happened as this rank sees it: ranks that have published nothing are those waited for."""
     silent = [rank for rank in own.peers if rank not in statuses]
     if not silent:  # the peers wait as well, directly or not for a rank that has published nothing
         awaited = {rank for status in statuses.values() for rank in status.peers}
@@ -442,14 +436,12 @@ def _is_blocked(waiting: RankStatus, awaited: RankStatus) -> bool:
 
 
 def _hint_of_deadline(text: str) -> str:
-    """Return the hint for the error `text` about a wait that passed its deadline."""
     if _DEADLOCK in text:
         return "every rank makes the same calls in the same order: is one of these under `if smp.rank() == ...`?"
     return "all ranks must make the same calls; if one is merely slow, raise `timeout_seconds`"
 
 
 def _hint_of_loss(text: str) -> str:
-    """Return the hint for the error `text` about a lost rank."""
     if _ENDED in text:
         return (
             "every rank makes the same calls: is this one under `if smp.rank() == ...`, or did the other rank have"
@@ -465,15 +457,6 @@ def error_of(first: RankStatus) -> SmpkitError:
     if first.text.startswith(f"rank {first.rank} lost "):
         return RemoteError(first.text, hint=_hint_of_loss(first.text))
     return RemoteError(f"rank {first.rank} failed: {first.text}", hint=f"see the traceback of rank {first.rank}")
-
-
-def _without_store(store: FailureStore, own: RankStatus, gone: Exception) -> SmpkitError:
-    """Return the error where the store does not answer either, most often because rank 0 served it and is gone."""
-    return RemoteError(
-        f"rank {store.rank} lost {name_ranks(own.peers)} in {own.text} after {_duration(own)};"
-        f" the store in {store.server} could tell why, but {first_line(gone)}",
-        hint=f"see the output of {store.server}",
-    )
 
 
 def _duration(wait: RankStatus) -> str:

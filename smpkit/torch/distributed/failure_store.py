@@ -59,7 +59,6 @@ class FailureStore:
     """The statuses of all ranks, in the store.
 
     Args:
-        store: the store that all ranks share.
         timeout: the deadline of a wait, for messages.
         groups: returns the process groups whose connections to close.
         server: who serves the store, for messages.
@@ -89,7 +88,6 @@ class FailureStore:
         self._served_at = -_STILL_SERVED_SECONDS
 
     def publish(self, status: RankStatus) -> None:
-        """Write this rank's status."""
         self.write(f"status/{status.rank}", json.dumps(asdict(status)))
 
     def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
@@ -110,9 +108,7 @@ class FailureStore:
         """Return why the job failed, and the status of rank 0, for a thread that polls.
 
         Unlike the other calls, this one waits as long as the store's host is suspended, which alone is not a failure.
-
-        Raises:
-            DistStoreError: no process serves the store any more.
+        If no process serves the store any more, it raises DistStoreError.
         """
         self._check_served()
         keys = ("first", "status/0")
@@ -134,7 +130,6 @@ class FailureStore:
         return True
 
     def write(self, key: str, text: str) -> None:
-        """Write a text for the other ranks."""
         self._call_store(lambda: self._store.set(key, text))
 
     def read(self, key: str) -> str | None:
@@ -146,11 +141,7 @@ class FailureStore:
         self._call_store(lambda: self._store.set_timeout(_STORE_TIMEOUT))
 
     def _call_store(self, call: Callable[[], _T]) -> _T:
-        """Call the store, and give up on it for good if it does not answer in time.
-
-        Raises:
-            DistStoreError: it did not answer.
-        """
+        """Call the store, and give up on it for good, with DistStoreError, if it does not answer in time."""
         # In a thread, since the store's own timeout does not cover everything: `check` waits for ever for a host that
         # is suspended, unlike one that is gone.
         answers: list[_T] = []

@@ -60,11 +60,10 @@ def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInf
     if (device := devices.choose_device(launch.local_rank)) is not None:
         return GpuInfo(_identity(device, launch), device.type, shared_nccl=shared)
     cpu_reason = _why_cpu(environ)
-    path = None if cpu_reason else device_file()
     return GpuInfo(
-        expected=None if cpu_reason else why_expected(environ),
+        expected=None if cpu_reason else _why_expected(environ),
         cpu_reason=cpu_reason,
-        unused=None if _is_for_gpus() else path,
+        unused=None if cpu_reason or _is_for_gpus() else _device_file(),
         facts="" if cpu_reason else _facts(environ),
         hint=_hint(),
         shared_nccl=shared,
@@ -77,24 +76,21 @@ def _identity(device: torch.device, launch: Launch) -> str:
     return devices.physical_device(device) or f"{socket.gethostname()}/{device.type}/{launch.local_rank}"
 
 
-def why_expected(environ: Mapping[str, str]) -> str | None:
+def _why_expected(environ: Mapping[str, str]) -> str | None:
     """Return why this process should have a GPU, by its machine and launcher; None if there is no reason."""
-    if _why_cpu(environ):
-        return None
     count = environ.get("SM_NUM_GPUS", "").strip()
     if count.isdecimal() and int(count):
         return f"SM_NUM_GPUS is {count}"
-    path = device_file() if _is_for_gpus() else None
+    path = _device_file() if _is_for_gpus() else None
     return None if path is None else f"{path} exists"
 
 
 def wants_gpu(environ: Mapping[str, str]) -> bool:
     """Return whether this process should use a GPU, of its machine or by its launcher, and not the CPU on purpose."""
-    return not _why_cpu(environ) and (device_file() is not None or why_expected(environ) is not None)
+    return not _why_cpu(environ) and (_device_file() is not None or _why_expected(environ) is not None)
 
 
-def device_file() -> str | None:
-    """Return the driver's file of a GPU of this machine, if there is one."""
+def _device_file() -> str | None:
     return next(iter(sorted(glob.glob(DEVICE_FILES))), None)  # noqa: PTH207 - a path with a pattern in its name
 
 
@@ -107,14 +103,12 @@ def problems_of(gpu_infos: Sequence[GpuInfo]) -> list[Problem]:
             continue
         reason = gpu_info.expected or (f"rank {having[0]} has one" if having else None)
         if reason is not None:
-            blind.setdefault((f"no GPU but should have one ({reason}): {gpu_info.facts}", gpu_info.hint), []).append(
-                rank
-            )
-    return [Problem((), f"{_see(ranks)} {text}", hint) for (text, hint), ranks in blind.items()]
-
-
-def _see(ranks: list[int]) -> str:
-    return f"{name_ranks(ranks)} see{'s' * (len(ranks) == 1)}"
+            text = f"no GPU but should have one ({reason}): {gpu_info.facts}"
+            blind.setdefault((text, gpu_info.hint), []).append(rank)
+    return [
+        Problem((), f"{name_ranks(ranks)} see{'s' * (len(ranks) == 1)} {text}", hint)
+        for (text, hint), ranks in blind.items()
+    ]
 
 
 def notices_of(gpu_infos: Sequence[GpuInfo]) -> list[str]:
@@ -131,14 +125,7 @@ def backend_of(gpu_infos: Sequence[GpuInfo], asked: str) -> tuple[str, list[str]
     """Return torch's name of the backend, and warnings about slow ones.
 
     The backend is that of the devices (nccl for CUDA tensors) beside gloo for CPU tensors if every rank has a device of
-    its own, else gloo for both.
-
-    Args:
-        asked: `ddp_dist_backend`.
-
-    Raises:
-        ConfigError: not all ranks want to share a GPU over nccl.
-        UnsupportedError: they do, and nccl is too old for it; or gloo takes no tensors of their devices.
+    its own, else gloo for both. `asked` is `ddp_dist_backend`.
     """
     backend, notices = _find_backend(gpu_infos, asked)
     kinds = {gpu_info.kind for gpu_info in gpu_infos}
@@ -209,12 +196,9 @@ def _is_for_gpus() -> bool:
 
 def _facts(environ: Mapping[str, str]) -> str:
     """Return, for errors, what decides whether torch can use a GPU."""
-    built = [
-        f"for {kind} {version}"
-        for kind, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip))
-        if version
-    ]
-    parts = [f"torch {torch.__version__} is built {''.join(built[:1]) or 'without CUDA (torch.version.cuda is None)'}"]
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = [f"for {kind} {version}" for kind, version in versions.items() if version]
+    parts = [f"torch {torch.__version__} is built {[*built, 'without CUDA (torch.version.cuda is None)'][0]}"]
     if _VISIBLE in environ:
         parts.append(f"{_VISIBLE} is {environ[_VISIBLE]}")
     if _is_for_gpus() and (error := devices.cannot_use_cuda()) is not None:

@@ -33,8 +33,6 @@ class Groups:
 
     Args:
         store: where ranks exchange what making a group needs; its keys are used for nothing else.
-        rank: this one.
-        timeout: for the groups made from now on.
         single_host: let gloo use the loopback interface.
     """
 
@@ -107,12 +105,7 @@ class Groups:
         return self._for_messages[ranks]
 
     def warm_up(self, groups: Mapping[CommGroup, dist.ProcessGroup], device: torch.device) -> None:
-        """Connect the devices now; all ranks call this.
-
-        Raises:
-            DeadlineError: another rank did not come, or its GPU did not answer.
-            RemoteError: another rank failed.
-        """
+        """Connect the devices now; all ranks call this."""
         # At its first operation a communicator (nccl's) allocates memory, which waits for the whole GPU, and blocks the
         # hosts of its ranks until all have come. In the middle of a step, messages of a pipeline would be under way
         # meanwhile, in an order that depends on which rank is where first.
@@ -179,11 +172,6 @@ class Groups:
         all_ranks: bool = False,
         options: object = None,
     ) -> object:
-        """Make a group.
-
-        Raises:
-            DeadlineError: another of the ranks did not come.
-        """
         with self._network():
             if not all_ranks:
                 self._align_group_counts(ranks, description)

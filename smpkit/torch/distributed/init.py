@@ -27,8 +27,7 @@ from smpkit.torch.core.context import Launch, launch_from
 from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.distributed import cores as numa
-from smpkit.torch.distributed import deadline, gpus, watcher
+from smpkit.torch.distributed import cores, deadline, gpus, watcher
 from smpkit.torch.distributed.failure_store import FailureStore
 from smpkit.torch.distributed.groups import Groups, loopback
 from smpkit.torch.distributed.rendezvous import connect_store, gather
@@ -260,8 +259,7 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
     )
     try:
         with _serving_errors(failure_store):
-            facts = _exchange_facts(world, cfg, timeout)
-            gpu_infos = [gpus.GpuInfo(**fact["gpu"]) for fact in facts]
+            gpu_infos = _exchange_facts(world, cfg, timeout)
             backend, notices = gpus.backend_of(gpu_infos, str(cfg.ddp_dist_backend)) if world.owned else ("", [])
         if launch.rank == 0 and not known:
             for text in [*gpus.notices_of(gpu_infos), *notices]:
@@ -298,34 +296,30 @@ def _connect_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta)
 
 
 def _store_of_default_group() -> Store:
-    world = dist.group.WORLD
-    assert world is not None
-    return world.get_group_store()
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.get_group_store()
 
 
-def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[dict[str, Any]]:
-    """Wait for all ranks, check that they have the same configuration, and return what each reports about itself.
-
-    Raises:
-        ConfigError: configurations differ, or a rank that should have a GPU sees none; raised on all ranks.
-    """
+def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[gpus.GpuInfo]:
+    """Wait for all ranks, compare their configurations, and return what each knows about GPUs."""
     world.num_exchanges += 1
-    gpu_info = dataclasses.asdict(gpus.probe_gpu(world.launch))
-    own_facts = json.dumps({"cfg": cfg.values(), "gpu": gpu_info})
     launch, key = world.launch, f"facts/{world.num_exchanges}"
+    own_facts = json.dumps({"cfg": cfg.values(), "gpu": dataclasses.asdict(gpus.probe_gpu(launch))})
     everyone = range(launch.world_size)
     facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, own_facts, timeout)]
+    ours = facts[launch.rank]["cfg"]
     for rank, theirs in enumerate(fact["cfg"] for fact in facts):
-        ours = facts[launch.rank]["cfg"]
-        if differing := [key for key in ours if theirs.get(key) != ours[key]]:
-            texts = {
-                key: f"is {ours[key]!r} on rank {launch.rank} but {theirs.get(key)!r} on rank {rank}"
-                for key in differing
-            }
-            raise ConfigError([Problem((key,), text) for key, text in texts.items()])
-    if problems := gpus.problems_of([gpus.GpuInfo(**fact["gpu"]) for fact in facts]):
+        problems = [
+            Problem((key,), f"is {ours[key]!r} on rank {launch.rank} but {theirs.get(key)!r} on rank {rank}")
+            for key in ours
+            if theirs.get(key) != ours[key]
+        ]
+        if problems:
+            raise ConfigError(problems)
+    gpu_infos = [gpus.GpuInfo(**fact["gpu"]) for fact in facts]
+    if problems := gpus.problems_of(gpu_infos):
         raise ConfigError(problems, subject="GPUs of the job")
-    return facts
+    return gpu_infos
 
 
 @contextlib.contextmanager
@@ -347,7 +341,7 @@ def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
     if (device := devices.choose_device(launch.local_rank)) is not None:
         devices.make_current(device)
         if sum(gpu_info.gpu == gpu_infos[launch.rank].gpu for gpu_info in gpu_infos) == 1:
-            numa.bind(device)
+            cores.bind(device)
 
 
 def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None:

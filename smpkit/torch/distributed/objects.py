@@ -116,23 +116,19 @@ def mp_barrier() -> None:
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup, what: str) -> list[_T]:
-    """Return what each rank of a group gives, in their order; all of them call this.
-
-    Args:
-        what: they wait in, for errors.
-    """
-    found: list[Any] = [None] * group.size()
+    """Return what each rank of a group gives, in their order; all of them call this, and wait in `what`."""
+    values: list[Any] = [None] * group.size()
     with waiting(what, group):
-        dist.all_gather_object(found, value, group=group)
-    return found
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def object_from(source: int, value: _T, group: dist.ProcessGroup, what: str) -> _T:
-    """Return what the rank at an index of a group gives; all of them call this, with `what` as in `gather_objects`."""
-    found = [value]
+    """Return what the rank at an index of a group gives; all of them call this, and wait in `what`."""
+    values = [value]
     with waiting(what, group):
-        dist.broadcast_object_list(found, group=group, group_src=source)
-    return found[0]
+        dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

@@ -26,17 +26,10 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store:
-    """Return the store that all ranks of `launch` share.
+    """Return the store that all ranks of `launch` share, or look for rank 0 until the timeout.
 
     Args:
-        launch: who this process is.
         port: `ddp_port`; overrides `MASTER_PORT`, but not the store of a launcher.
-        timeout: how long to look for rank 0.
-
-    Raises:
-        UsageError: the job has several hosts, and the address of rank 0 is not set.
-        DeadlineError: rank 0 did not appear.
-        LaunchError: the port is taken, by another job or another program, or the address of rank 0 is not of its host.
     """
     if launch.world_size == 1:
         return HashStore()
@@ -71,21 +64,18 @@ def gather(
     Args:
         key: under which they exchange their values.
         what, hint: the call in which they meet, and why one may not come, for errors.
-
-    Raises:
-        DeadlineError: names the ranks that did not come.
     """
-    keys = [f"{key}/{each}" for each in ranks]
-    store.set(f"{key}/{rank}", value)
+    keys = {member: f"{key}/{member}" for member in ranks}
+    store.set(keys[rank], value)
     try:
-        store.wait(keys, timeout)
+        store.wait([*keys.values()], timeout)
     except (dist.DistError, RuntimeError):
-        absent = [each for each, name in zip(ranks, keys, strict=True) if not _has(store, name)]
+        absent = [member for member, name in keys.items() if not _has(store, name)]
         raise DeadlineError(
             f"rank {rank} waited {timeout.total_seconds():g} s in {what} for {name_ranks(absent)}",
             hint=hint,
         ) from None  # the store's message only names keys
-    return [data.decode() for data in store.multi_get(keys)]
+    return [data.decode() for data in store.multi_get([*keys.values()])]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -44,8 +44,7 @@ def watch(failures: Failures) -> None:
         if _watcher is not None:
             _watcher.failures = failures
             return
-        _watcher = _Watcher()
-        _watcher.failures = failures
+        _watcher = _Watcher(failures)
         _watcher.start()
 
 
@@ -58,11 +57,9 @@ def stop() -> None:
 
 
 class _Watcher(threading.Thread):
-    """The thread that watches."""
-
-    def __init__(self) -> None:
+    def __init__(self, failures: Failures) -> None:
         super().__init__(name="smpkit-watcher", daemon=True)
-        self.failures: Failures
+        self.failures = failures
         self._reads_store = True
         self._server_ended = False
         self._stopped = threading.Event()

@@ -56,11 +56,7 @@ class HeldMemory:
         return self.now()
 
     def now(self, *, gradients_may_be_new: bool = True) -> Held:
-        """Measure.
-
-        Args:
-            gradients_may_be_new: whether a backward may have run since the last time.
-        """
+        """Measure; gradients only where a backward may have run since the last time."""
         if gradients_may_be_new and self._gradients < self._all_gradients:
             self._gradients = self._gradient_bytes()
         use = offloader.current().use()

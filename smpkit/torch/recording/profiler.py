@@ -75,11 +75,7 @@ class Profiler:
 
 
 def profiler_of(environ: Mapping[str, str], folder: Path) -> Profiler:
-    """Return the profiler that the environment asks for.
-
-    Raises:
-        ConfigError: SMPKIT_PROFILE is no range of steps.
-    """
+    """Return the profiler that SMPKIT_PROFILE asks for."""
     text = environ.get(PROFILE)
     try:
         return Profiler(folder, steps_of(text)) if text else Profiler()

@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -90,13 +90,7 @@ class RecordedExecutor(Protocol):
 
 
 class Recorder:
-    """Collects the events of one step at a time and hands them to the file.
-
-    Args:
-        writer: the file of this rank; None: nothing is written.
-        sampling: chooses the steps to record.
-        profiler: profiles some of them.
-    """
+    """Collects the events of one step at a time and hands them to the file of this rank, if there is one."""
 
     def __init__(self, writer: EventWriter | None, sampling: Sampling, profiler: Profiler) -> None:
         self._writer = writer
@@ -229,16 +223,15 @@ class Recorder:
 
     def end_step(self) -> None:
         """Add the step to the sums of the run, and write its events, after a wait for the GPU."""
-        self._add_step()
+        self._profiler.end_step()
+        if self._recording:
+            self._end_recorded_step()
+        elif self._is_training:
+            self.meter.add_step(self._began_ns, time.perf_counter_ns(), None)
         if (page := status.current_page()) is not None:
             page.end_step(self.meter.num_steps, self.meter.step_seconds or 0.0)
 
-    def _add_step(self) -> None:
-        self._profiler.end_step()
-        if not self._recording:
-            if self._is_training:
-                self.meter.add_step(self._began_ns, time.perf_counter_ns(), None)
-            return
+    def _end_recorded_step(self) -> None:
         end_ns = self._read_times()
         if self._is_training:
             self._sum_up(end_ns)
@@ -265,7 +258,6 @@ class Recorder:
         self._clear()
 
     def close(self) -> None:
-        """Close the file."""
         self._recording = False
         self._listen()
         self._executor = None
@@ -377,27 +369,20 @@ def latest_recorder() -> Recorder | None:
     return _recorder
 
 
-def start(environ: Mapping[str, str] | None = None) -> None:
-    """Record from now on; every rank calls this, from `smp.init()`.
-
-    Raises:
-        ConfigError: SMPKIT_EVENTS_STEPS is not a positive number.
-        EventsError: the file in SMPKIT_EVENTS_DIR cannot be made.
-        DeadlineError, RemoteError: a rank did not come to the barrier that aligns the clocks.
-    """
+def start() -> None:
+    """Record from now on; every rank calls this, from `smp.init()`, and meets the others to align the clocks."""
     global _recorder  # noqa: PLW0603 - one per process, like the ranks that it records
     stop()
-    variables = os.environ if environ is None else environ
-    status.open_page(state.rank, (state.mesh.pp_size, state.mesh.tp_size, state.mesh.rdp_size), variables)
-    sampling = Sampling(_MANY_STEPS) if variables.get(EVENTS_DIR) else Sampling()
-    if (text := variables.get(EVENTS_STEPS)) is not None:
+    status.open_page(state.rank, (state.mesh.pp_size, state.mesh.tp_size, state.mesh.rdp_size), os.environ)
+    sampling = Sampling(_MANY_STEPS) if os.environ.get(EVENTS_DIR) else Sampling()
+    if (text := os.environ.get(EVENTS_STEPS)) is not None:
         if not text.isdecimal() or int(text) < 1:
             raise ConfigError([Problem((EVENTS_STEPS,), f"`{text}` is not a positive number")], subject="environment")
         sampling = Sampling(int(text))
-    writer = _writer(variables)
-    if writer is None and variables.get(QUIET) == "0" and not variables.get(STATUS_DIR):
+    writer = _open_writer()
+    if writer is None and os.environ.get(QUIET) == "0" and not os.environ.get(STATUS_DIR):
         sampling = Sampling(0)  # nobody is told of what steps did
-    profiler = Profiler() if writer is None else profiler_of(variables, writer.path.parent)
+    profiler = Profiler() if writer is None else profiler_of(os.environ, writer.path.parent)
     _recorder = Recorder(writer, sampling, profiler)
 
 
@@ -413,10 +398,10 @@ state.start_hooks.append(start)
 state.reset_hooks.append(stop)
 
 
-def _writer(variables: Mapping[str, str]) -> EventWriter | None:
-    if folder := variables.get(EVENTS_DIR):
+def _open_writer() -> EventWriter | None:
+    if folder := os.environ.get(EVENTS_DIR):
         return EventWriter(Path(folder), _header())
-    if not (run := variables.get(RUN_DIR)):
+    if not (run := os.environ.get(RUN_DIR)):
         return None
     header = _header()
     try:
@@ -456,12 +441,7 @@ def _header() -> Header:
 
 
 def note_training(size: Callable[_P, tuple[int, int]], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Note in a step that it trains.
-
-    Args:
-        size: returns how many samples and tokens it takes in on this rank; called, with what follows, if the step is
-            recorded.
-    """
+    """Note in a step that it trains; `size` returns its samples and tokens on this rank, if the step is recorded."""
     if _recorder is not None:
         _recorder.note_training(*size(*args, **kwargs) if _recorder.active else (0, 0))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -77,39 +77,29 @@ def parts_of(
     start_ns: int,
     end_ns: int,
     actions: Sequence[tuple[int, int]],
-    messages: Iterable[tuple[str, int, int]],
-    works: Iterable[tuple[str, int, int]],
+    messages: Sequence[tuple[str, int, int]],
+    works: Sequence[tuple[str, int, int]],
     *,
     is_pipeline: bool,
 ) -> StepParts:
-    """Divide one step.
-
-    Args:
-        start_ns, end_ns: of the step.
-        actions: begin and end of each.
-        messages: the direction of each, its begin and its end.
-        works: the name of each, its begin and its end.
+    """Divide one step, given the begin and the end of its actions, messages (with directions) and works (with names).
 
     Waiting for a message is bubble: a rank alone cannot tell how long it was under way. Over a pipeline so is what is
     left at the end, when this rank has no more to do and others have.
     """
     ran = sum([end - start for start, end in actions])
-    bubble = handed = stall = worked = inside = 0
-    for direction, start, end in messages:
-        if direction == "receive":
-            bubble += end - start
-        else:
-            handed += end - start
-    for name, begun, ended in works:
-        if name.startswith(STALL):
-            stall += ended - begun
-        else:
-            worked += ended - begun
-        if any(start <= begun and ended <= end for start, end in actions):
-            inside += ended - begun
+    bubble = sum([end - start for direction, start, end in messages if direction == "receive"])
+    handed = sum([end - start for direction, start, end in messages if direction != "receive"])
+    stall = sum([end - start for name, start, end in works if name.startswith(STALL)])
+    worked = sum([end - start for name, start, end in works if not name.startswith(STALL)])
+    inside = sum([end - start for _, start, end in works if _is_in_one(actions, start, end)])
     compute = max(0, ran - bubble - handed - inside)
     rest = max(0, end_ns - start_ns - compute - bubble - handed - stall - worked)
     return StepParts(compute, bubble + (rest if is_pipeline else 0), handed + worked, stall, 0 if is_pipeline else rest)
+
+
+def _is_in_one(actions: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> bool:
+    return any(start <= start_ns and end_ns <= end for start, end in actions)
 
 
 class RunMeter:

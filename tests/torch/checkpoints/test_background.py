@@ -20,10 +20,11 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import folder as folder_module
-from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.test_background_states import held_back
+from tests.torch.steps import on_ranks
 
 WIDTH = 32
 
@@ -69,62 +70,47 @@ class Job:
         self.optimizer.step()
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the files of a checkpoint; its index has the name of the save."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "index.json"}
+def check_same_files(folder: Path, first: str, second: str) -> None:
+    """Check the files of two checkpoints but their indices, which have the names of the saves."""
+    files, others = (
+        {path.name: path.read_bytes() for path in (folder / f"{tag}_partial").iterdir() if path.name != "index.json"}
+        for tag in (first, second)
+    )
+    assert files.keys() == others.keys()
+    assert [name for name in files if files[name] != others[name]] == []
 
 
-def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let no rank write before the event is set."""
-    event, write = threading.Event(), saving._write_files
-
-    def held(*args: Any) -> Any:
-        assert event.wait(30), "nobody let the save go on"
-        return write(*args)
-
-    monkeypatch.setattr(saving, "_write_files", held)
-    return event
-
-
-def save_both_ways(folder: Path, settings: dict[str, Any]) -> list[str]:
+def save_both_ways(folder: Path, settings: dict[str, Any]) -> None:
     job = Job(**settings)
     content: dict[str, Any] = {"step": 1, "history": torch.arange(3.0), "rates": [0.1]}
-    with pytest.MonkeyPatch.context() as patch:
-        for number in range(2):  # the second uses the memory of the first again
-            smp.save_checkpoint(folder, f"now_{number}", user_content=content)
-            event = hold_writes(patch)
+    for number in range(2):  # the second uses the memory of the first again
+        smp.save_checkpoint(folder, f"now_{number}", user_content=content)
+        with held_back():
             pending = smp.save_checkpoint(folder, f"later_{number}", user_content=content, blocking=False)
             assert pending is not None
             assert not pending.done()
             job.train()  # while it waits to be written
             content["history"] += 1
             content["rates"][0] = 7
-            event.set()
-            pending.wait(30)
-            assert pending.done()
-            patch.undo()
-            assert (folder / "newest").read_text() == f"later_{number}_partial\n"
-            now, later = files_of(folder / f"now_{number}_partial"), files_of(folder / f"later_{number}_partial")
-            if now != later:
-                return [name for name in now if now[name] != later.get(name)]
-            content["history"] -= 1
-            content["rates"][0] = 0.1
-            smp.barrier()
+        pending.wait(30)
+        assert pending.done()
+        assert (folder / "newest").read_text() == f"later_{number}_partial\n"
+        check_same_files(folder, f"now_{number}", f"later_{number}")
+        content["history"] -= 1
+        content["rates"][0] = 0.1
+        smp.barrier()
     job.train()
     pending = smp.save_checkpoint(folder, "alone", user_content=content, blocking=False)
     assert pending is not None
     pending.wait(30)  # nothing else waits for the copies
     smp.save_checkpoint(folder, "beside", user_content=content)
-    alone, beside = files_of(folder / "alone_partial"), files_of(folder / "beside_partial")
-    if alone != beside:
-        return [name for name in beside if beside[name] != alone.get(name)]
+    check_same_files(folder, "alone", "beside")
     kept = {name: value.clone() for name, value in job.model.local_state_dict().items() if torch.is_tensor(value)}
     pending = smp.save_checkpoint(folder, "last", user_content=content, blocking=False)
     job.train()
     assert smp.resume_from_checkpoint(folder)["step"] == 1  # waits for the save
     after = job.model.local_state_dict()
     assert all(torch.equal(after[name], value) for name, value in kept.items())
-    return []
 
 
 @pytest.mark.parametrize(
@@ -139,16 +125,15 @@ def save_both_ways(folder: Path, settings: dict[str, Any]) -> list[str]:
     ids=["pipeline", "bf16", "fp16", "sharded states", "sharded parameters"],
 )
 def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, settings: dict[str, Any]) -> None:
-    assert run_ranks(save_both_ways, 2, tmp_path, settings) == [[], []]
+    run_ranks(save_both_ways, 2, tmp_path, settings)
 
 
-def run_out_of_room(folder: Path, told_by: str) -> list[str]:
+def run_out_of_room(folder: Path, told_by: str) -> str:
     job = Job(pipeline_parallel_degree=2)
     smp.save_checkpoint(folder, "good", blocking=True)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if smp.rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-    texts = []
     try:
         pending = smp.save_checkpoint(folder, "bad", blocking=False)
         assert pending is not None
@@ -157,27 +142,21 @@ def run_out_of_room(folder: Path, told_by: str) -> list[str]:
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    try:
-        if told_by == "wait":
-            pending.wait()
-        elif told_by == "save":
-            smp.save_checkpoint(folder, "next")
-        else:
-            smp.shutdown()
-    except CheckpointError as error:
-        texts.append(error.message)
+    calls = {"wait": pending.wait, "save": lambda: smp.save_checkpoint(folder, "next"), "shutdown": smp.shutdown}
+    with pytest.raises(CheckpointError) as caught:
+        calls[told_by]()
     if told_by == "wait":
         smp.save_checkpoint(folder, "next")  # it has been told: this is not its error
     elif told_by == "save":
         smp.save_checkpoint(folder, "again", blocking=False)
         smp.shutdown()  # as at the end of a script
-    return texts
+    return caught.value.message
 
 
 @pytest.mark.parametrize("told_by", ["wait", "save", "shutdown"])
 def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: Path, told_by: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for (text,) in run_ranks(run_out_of_room, 2, tmp_path, told_by):
+    for text in run_ranks(run_out_of_room, 2, tmp_path, told_by):
         assert "checkpoint `bad` was not saved; rank 1: model_" in text
         assert "File too large" in text
     left = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
@@ -185,25 +164,20 @@ def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: 
     assert left == sorted(["good_partial", "newest", *later])
 
 
-def save_twice(folder: Path) -> list[str]:
+@on_ranks(2)
+def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
     Job(pipeline_parallel_degree=2)
-    with pytest.MonkeyPatch.context() as patch:
-        event = hold_writes(patch)
-        first = smp.save_checkpoint(folder, "first", blocking=False)
+    with held_back() as go_on:
+        first = smp.save_checkpoint(tmp_path, "first", blocking=False)
         assert first is not None
         with pytest.raises(DeadlineError, match=r"waited 0\.1 s for checkpoint `first`, which is still being written"):
             first.wait(0.1)
-        threading.Timer(0.3, event.set).start()
-        smp.save_checkpoint(folder, "second", blocking=False)
+        threading.Timer(0.3, go_on.set).start()
+        smp.save_checkpoint(tmp_path, "second", blocking=False)
         assert first.done()
     with pytest.raises(UsageError, match="blocking is False with partial=False"):
-        smp.save_checkpoint(folder, "third", partial=False, blocking=False)
+        smp.save_checkpoint(tmp_path, "third", partial=False, blocking=False)
     smp.shutdown()  # as at the end of a script
-    return []
-
-
-def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
-    run_ranks(save_twice, 2, tmp_path)
     assert (tmp_path / "newest").read_text() == "second_partial\n"
 
 
@@ -246,17 +220,15 @@ def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
 def lose_a_rank(folder: Path) -> None:
     job = Job(pipeline_parallel_degree=2)
     smp.save_checkpoint(folder, "good")
-    with pytest.MonkeyPatch.context() as patch:
-        go_on = hold_writes(patch)
+    with held_back():
         pending = smp.save_checkpoint(folder, "bad", blocking=False)
         assert pending is not None
         if smp.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         wait_shortly()
-        go_on.set()
-        with pytest.raises(CheckpointError, match=r"`bad` was not saved; .*rank 1"):
-            pending.wait(60)
-        del job
+    with pytest.raises(CheckpointError, match=r"`bad` was not saved; .*rank 1"):
+        pending.wait(60)
+    del job
 
 
 def test_a_killed_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:

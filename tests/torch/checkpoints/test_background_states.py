@@ -19,14 +19,15 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.checkpoints import save as saving
 from tests.forked import Script
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Let saves write nothing before the end."""
+def held_back() -> Iterator[threading.Event]:
+    """Let saves write nothing before the end, or before the event is set."""
     event, write = threading.Event(), saving._write_files
 
     def held(*args: Any) -> Any:
@@ -36,7 +37,7 @@ def held_back() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "_write_files", held)
         try:
-            yield
+            yield event
         finally:
             event.set()
 
@@ -50,13 +51,6 @@ def save_while(folder: Path, content: Any, train: Any) -> None:
         train()
     assert pending is not None
     pending.wait(60)
-
-
-def assert_the_same(folder: Path) -> None:
-    now, later = (folder / f"{tag}_partial" for tag in ("now", "later"))
-    for path in now.iterdir():
-        if path.name != "index.json":
-            assert path.read_bytes() == (later / path.name).read_bytes(), path.name
 
 
 @smp.step
@@ -78,7 +72,8 @@ def batch(rank: int = 0) -> Tensor:
 # --- offloaded weights ------------------------------------------------------------------------------------------------
 
 
-def save_an_offload_optimizer(folder: Path) -> None:
+@on_ranks(1)
+def test_an_offload_optimizer_in_the_users_content(tmp_path: Path) -> None:
     """Weights are parts of flat buffers, which its passes over slices change in place, as they do its states."""
     smp.init({})
     smp.DistributedModel(nn.Linear(1, 1))
@@ -95,19 +90,15 @@ def save_an_offload_optimizer(folder: Path) -> None:
     network, optimizer = make()
     train(network, optimizer)
     content = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
-    save_while(folder, content, lambda: train(network, optimizer))
+    save_while(tmp_path, content, lambda: train(network, optimizer))
     again, resumed = make()
-    now, found = (smp.resume_from_checkpoint(folder, tag) for tag in ("now", "later"))
+    now, found = (smp.resume_from_checkpoint(tmp_path, tag) for tag in ("now", "later"))
     torch.testing.assert_close(found, now, rtol=0, atol=0)
     again.load_state_dict(found["model"])
     resumed.load_state_dict(found["optimizer"])
     for _ in range(2):
         train(again, resumed)
     assert all(map(torch.equal, again.parameters(), network.parameters()))
-
-
-def test_an_offload_optimizer_in_the_users_content(tmp_path: Path) -> None:
-    run_ranks(save_an_offload_optimizer, 1, tmp_path)
 
 
 # --- loss scales ------------------------------------------------------------------------------------------------------

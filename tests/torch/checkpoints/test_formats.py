@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
@@ -20,17 +20,13 @@ from smpkit.torch.checkpoints import tensors
 from smpkit.torch.checkpoints.folder import fsync_write
 from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
     yield
     shutdown()
-
-
-def plain() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -108,9 +104,16 @@ CASES += [("model_0_0_0.safetensors", kind) for kind in ("another save's", "swap
 def test_files_of_another_save_or_rank_are_named(name: str, kind: str, divided: Path, tmp_path: Path) -> None:
     shutil.copytree(divided, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "two_partial" / name
-    damage(path, kind)
+    other = path.parent.parent / "one_partial" / name
+    if kind == "swapped":
+        other = path.with_name(name.replace("_0.", "_1."))
+    content, foreign = path.read_bytes(), other.read_bytes()  # of the same names, shapes and size
+    assert len(content) == len(foreign)
+    path.write_bytes(foreign)
+    if kind == "swapped":
+        other.write_bytes(content)
     smp.init()
-    model = smp.DistributedModel(plain())
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
     with pytest.raises(CheckpointError, match=f"{name}.* has the CRC-32"):
         smp.resume_from_checkpoint(tmp_path, "two")
@@ -118,31 +121,15 @@ def test_files_of_another_save_or_rank_are_named(name: str, kind: str, divided: 
         assert smp.resume_from_checkpoint(tmp_path)["step"] == 1
 
 
-def damage(path: Path, kind: str) -> None:
-    """Put a file in the place of another one of the same names, shapes and size."""
-    data = path.read_bytes()
-    stem, _, number = path.stem.rpartition("_")
-    swapped = path.with_name(f"{stem}_{1 - int(number)}{path.suffix}") if kind == "swapped" else None
-    path.write_bytes((swapped or path.parent.parent / "one_partial" / path.name).read_bytes())
-    if swapped is not None:
-        swapped.write_bytes(data)
-    assert path.stat().st_size == len(data)
-
-
 def save_divided(path: Path) -> None:
     smp.init({"ddp": True, "sharded_data_parallel_degree": 2})
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train(model: Any, x: Tensor) -> None:
-        model.backward(model(x).sum())
-
     for step, tag in enumerate(("one", "two"), 1):
         optimizer.param_groups[0]["lr"] = step / 10
         optimizer.zero_grad()
-        train(model, torch.ones(2, 3))
+        train_step(model, torch.ones(2, 3))
         optimizer.step()
         smp.save_checkpoint(path, tag, user_content={"step": step})
 

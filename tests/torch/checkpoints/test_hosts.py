@@ -47,9 +47,10 @@ def begin(degree: int) -> tuple[Any, Any]:
     return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-def train(model: Any, optimizer: Any, step: int) -> dict[str, Tensor]:
+def train(model: Any, optimizer: Any, number: int) -> dict[str, Tensor]:
+    """Train on the batch of this number, and return the weights."""
     optimizer.zero_grad()
-    train_step(model, torch.eye(2).repeat(2, 1) * (1 + step) + torch.arange(4.0)[:, None])
+    train_step(model, torch.eye(2).repeat(2, 1) * (1 + number) + torch.arange(4.0)[:, None])
     optimizer.step()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -124,30 +125,23 @@ def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_to
 # --- copied into one folder -------------------------------------------------------------------------------------------
 
 
-def go_on(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    optimizer.zero_grad()
-    train_step(model, torch.eye(2).repeat(2, 1) * (1 + smp.dp_rank()) + torch.arange(4.0)[:, None])
-    optimizer.step()
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def save_on_two_hosts(path: Path) -> dict[str, Tensor]:
     model, optimizer = begin(2)
     own = path / f"host_{smp.rank() // smp.local_size()}"
-    go_on(model, optimizer)
+    train(model, optimizer, smp.dp_rank())
     smp.save_checkpoint(own, "zero")
     if smp.rank() == 2:
         shutil.rmtree(own / "zero_partial")  # hosts may have other checkpoints beside this one
     # Buffers differ from one replica to the other, and so may what the script saves.
     smp.save_checkpoint(own, "one", user_content={"host": own.name})
-    return go_on(model, optimizer)
+    return train(model, optimizer, smp.dp_rank())
 
 
 def resume_from_each(folders: list[Path]) -> list[tuple[Any, dict[str, Tensor]]]:
     results = []
     for folder in folders:
         model, optimizer = begin(2)
-        results.append((smp.resume_from_checkpoint(folder), go_on(model, optimizer)))
+        results.append((smp.resume_from_checkpoint(folder), train(model, optimizer, smp.dp_rank())))
         smp.barrier()
         smp.shutdown()
     return results
@@ -158,7 +152,8 @@ def test_the_folders_of_two_hosts_make_one_whichever_files_of_equal_names_come_l
     expected = run_ranks(save_on_two_hosts, 4, tmp_path, hosts=2)
     check_equal_indices(tmp_path)
     mixtures: list[Path] = []
-    for is_first in (lambda file: file.name == "index.json", lambda _: True, lambda _: False, _by_dice):
+    by_dice = lambda file: random.Random(file.name).random() < 0.5  # noqa: E731
+    for is_first in (lambda file: file.name == "index.json", lambda _: True, lambda _: False, by_dice):
         mixtures.append(tmp_path / f"mixture_{len(mixtures)}")
         for host in ("host_0", "host_1"):
             for file in sorted((tmp_path / host).rglob("*")):
@@ -170,7 +165,3 @@ def test_the_folders_of_two_hosts_make_one_whichever_files_of_equal_names_come_l
         for content, found in results:
             assert content == {"host": "host_0"}
             torch.testing.assert_close(found, weights, rtol=0, atol=0)
-
-
-def _by_dice(file: Path) -> bool:
-    return random.Random(file.name).random() < 0.5

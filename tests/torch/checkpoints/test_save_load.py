@@ -110,7 +110,7 @@ def test_a_failed_save_leaves_the_older_file_and_nothing_else(tmp_path: Path) ->
     assert load(tmp_path / "f") == {"x": 1}
 
 
-def test_a_full_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path) -> None:
     smp.init()
     with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
         save(1, tmp_path / "missing" / "f")

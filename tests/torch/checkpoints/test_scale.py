@@ -12,7 +12,6 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import agreement, folder, reader
-from smpkit.torch.checkpoints.agreement import MESSAGES_PER_RANK
 from smpkit.torch.checkpoints.entries import MAX_WRITERS, writers_of
 from smpkit.torch.checkpoints.folder import Index, find_corruption, read_index
 from smpkit.torch.checkpoints.resume import files_to_check
@@ -20,6 +19,8 @@ from smpkit.torch.checkpoints.tensors import open_tensors
 from smpkit.torch.distributed.objects import object_from
 from tests.ranks import run_ranks
 
+MESSAGES_PER_RANK = 4
+"""Of an agreement: size and text of what a rank says, and of the answer."""
 AGREEMENTS = {"save": 5, "resume": 4}
 """Of a save to a folder that is known: the call, prepared, written, published, marked. Of a resume: who shares the
 folder, which checkpoints there are, are they intact, loaded."""

@@ -11,44 +11,31 @@ import pytest
 import torch
 
 from smpkit.torch.distributed import cores
-from smpkit.torch.distributed import cores as numa
+
+ONE_OF_EIGHT = {"RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 
 
-@pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be on a machine of 96 cores, alone."""
-    monkeypatch.setattr(cores, "_AT_START", 96)
-    monkeypatch.setattr(cores, "_allowed", lambda: 96)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+@pytest.mark.parametrize(
+    ("environ", "at_start", "allowed", "expected"),
+    [
+        ({}, 96, 96, 96),
+        (ONE_OF_EIGHT, 96, 96, 12),
+        (ONE_OF_EIGHT, 96, 12, 12),  # bound to its part, it does not share that
+        (ONE_OF_EIGHT, 96, 4, 4),
+        (ONE_OF_EIGHT, 4, 4, 1),
+        ({"RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}, 4, 96, 4),  # the launcher does not say how many share it
+    ],
+)
+def test_ranks_of_one_host_share_its_cores(
+    environ: dict[str, str], at_start: int, allowed: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "_AT_START", at_start)
+    monkeypatch.setattr(cores, "_allowed", lambda: allowed)
+    for name in ONE_OF_EIGHT:
         monkeypatch.delenv(name, raising=False)
-
-
-def be_one_of(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": str(num_ranks)}
-    for name, value in names.items():
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
-
-
-def test_ranks_of_one_host_share_its_cores(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cores.own_cores() == 96
-    be_one_of(8, monkeypatch)
-    assert cores.own_cores() == 12
-
-
-def test_a_rank_that_is_bound_to_its_part_does_not_share_that(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_one_of(8, monkeypatch)
-    monkeypatch.setattr(cores, "_allowed", lambda: 12)
-    assert cores.own_cores() == 12
-    monkeypatch.setattr(cores, "_allowed", lambda: 4)
-    assert cores.own_cores() == 4
-
-
-def test_there_is_one_at_least_whatever_the_launcher_says(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_AT_START", 4)
-    be_one_of(8, monkeypatch)
-    assert cores.own_cores() == 1
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert cores.own_cores() == 4
+    assert cores.own_cores() == expected
 
 
 GPU = "0001:3b:0a.0"
@@ -66,20 +53,20 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    monkeypatch.setattr(numa, "SYSFS", tmp_path)
+    monkeypatch.setattr(cores, "SYSFS", tmp_path)
     return tmp_path
 
 
 @pytest.mark.usefixtures("machine")
 def test_the_cores_of_the_gpus_socket_are_found() -> None:
-    assert numa.cores_near_gpu(GPU, range(16)) == {4, 5, 6, 7, 12, 13, 14, 15}
-    assert numa.cores_near_gpu("0000:00:00.0", range(16)) == set()
+    assert cores.cores_near_gpu(GPU, range(16)) == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert cores.cores_near_gpu("0000:00:00.0", range(16)) == set()
 
 
 def test_cores_that_somebody_has_chosen_stay(machine: Path) -> None:
-    assert numa.cores_near_gpu(GPU, range(8)) == set()
+    assert cores.cores_near_gpu(GPU, range(8)) == set()
     (machine / "devices/system/cpu/online").write_text("0-7")
-    assert numa.cores_near_gpu(GPU, range(8)) == {4, 5, 6, 7}
+    assert cores.cores_near_gpu(GPU, range(8)) == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +80,7 @@ def test_cores_that_somebody_has_chosen_stay(machine: Path) -> None:
 )
 def test_nothing_is_bound_where_it_would_not_help(machine: Path, name: str, text: str) -> None:
     (machine / name).write_text(text)
-    assert numa.cores_near_gpu(GPU, range(16)) == set()
+    assert cores.cores_near_gpu(GPU, range(16)) == set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has affinities")
@@ -105,7 +92,7 @@ def test_all_threads_that_nobody_has_bound_are_bound(
     masks = {0: set(range(16)), 100: set(range(16)), 101: {3}}
     for task in (100, 101, 102):  # the last one has ended meanwhile
         (tmp_path / "task" / str(task)).mkdir(parents=True)
-    monkeypatch.setattr(numa, "TASKS", tmp_path / "task")
+    monkeypatch.setattr(cores, "TASKS", tmp_path / "task")
 
     def mask_of(task: int) -> set[int]:
         if task not in masks:
@@ -116,11 +103,11 @@ def test_all_threads_that_nobody_has_bound_are_bound(
     monkeypatch.setattr(os, "sched_setaffinity", lambda task, cores: masks.update({task: set(cores)}))
     place = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: place)
-    numa.bind(torch.device("cuda", 0), environ)
+    cores.bind(torch.device("cuda", 0), environ)
     assert masks[100] == ({4, 5, 6, 7, 12, 13, 14, 15} if binds else set(range(16)))
     assert masks[101] == {3}
 
 
 def test_a_rank_without_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
-    numa.bind(torch.device("cpu"), {})
+    cores.bind(torch.device("cpu"), {})

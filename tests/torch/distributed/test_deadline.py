@@ -29,6 +29,7 @@ from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
 from tests.forked import Script
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,23 +63,32 @@ def waited_seconds(message: str, where: str) -> float:
     return float(found[1])
 
 
-def one_rank_is_late(call: str) -> tuple[str, float]:
+def reduce() -> None:
+    group = smp.get_dp_process_group()
+    with waiting("the reduction of gradients", group):
+        dist.all_reduce(torch.ones(8), group=group)
+
+
+CALLS: dict[str, Any] = {
+    "barrier of WORLD": smp.barrier,
+    "allgather of WORLD": lambda: smp.allgather(1),
+    "recv_from(rank 2)": lambda: smp.recv_from(2),
+    "the reduction of gradients": reduce,  # a collective of torch
+}
+
+
+def one_rank_is_late(what: str) -> tuple[str, float]:
     smp.init({"ddp": True})
     if smp.rank() == 2:
         return late()
-    actions = {"barrier": smp.barrier, "allgather": lambda: smp.allgather(1), "recv_from": lambda: smp.recv_from(2)}
-    action = actions[call]
     let_judge(0, [1])
     wait_shortly()
-    return given_up(action) if smp.rank() == 0 else outcome(action)
+    return given_up(CALLS[what]) if smp.rank() == 0 else outcome(CALLS[what])
 
 
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [("barrier", "barrier of WORLD"), ("allgather", "allgather of WORLD"), ("recv_from", "recv_from(rank 2)")],
-)
-def test_a_deadline_names_who_waited_for_whom_in_what(call: str, what: str) -> None:
-    told = run_ranks(one_rank_is_late, 3, call)
+@pytest.mark.parametrize("what", CALLS)
+def test_a_deadline_names_who_waited_for_whom_in_what(what: str) -> None:
+    told = run_ranks(one_rank_is_late, 3, what)
     for message, seconds in told[:2]:
         assert waited_seconds(message, f"in {what} for rank 2") >= 0  # no time, where rank 1 gave up before it
         assert "timeout_seconds" in message
@@ -99,23 +109,32 @@ def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
     assert seconds < SECONDS  # not the half hour of the default
 
 
-def both_receive() -> tuple[str, float]:
+def all_receive_in_a_ring() -> tuple[str, float]:
     smp.init({"ddp": True})
-    let_judge(0, [1])
+    others = range(1, smp.size())
+    let_judge(0, others)
     if smp.rank() == 0:
-        facts().wait(["rank 1 waits"])
+        facts().wait([f"rank {rank} waits" for rank in others])
         wait_shortly(2)
     else:
-        facts().set("rank 1 waits", "")
-    return outcome(lambda: smp.recv_from(1 - smp.rank()))
+        facts().set(f"rank {smp.rank()} waits", "")
+    following = (smp.rank() + 1) % smp.size()
+    return outcome(lambda: smp.recv_from(following))
 
 
 def test_ranks_that_wait_for_each_other_are_in_a_deadlock_and_say_where() -> None:
-    for message, _ in run_ranks(both_receive, 2):
+    for message, _ in run_ranks(all_receive_in_a_ring, 2):
         assert waited_seconds(message, "in recv_from(rank 1) for rank 1") >= 1
         assert "; meanwhile rank 1 waited in recv_from(rank 0) for rank 0; a deadlock of rank 0 in " in message
-        place = r"in test_deadline\.py, line \d+ \(`return outcome\(lambda: smp\.recv_from\(1 - smp\.rank\(\)\)\)`\)"
+        place = r"in test_deadline\.py, line \d+ \(`return outcome\(lambda: smp\.recv_from\(following\)\)`\)"
         assert re.search(rf"rank 0 {place} and rank 1 {place}\nhint: every rank makes the same calls in", message)
+
+
+def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
+    """Rank 2 waits for rank 0, which closed only its connection to the rank that it waited for itself."""
+    for message, seconds in run_ranks(all_receive_in_a_ring, 3):
+        assert re.search(r"; a deadlock of rank 0 in .* and rank 1 in .* and rank 2 in ", message)
+        assert seconds < SECONDS  # not the half hour of the default
 
 
 @smp.step
@@ -148,24 +167,6 @@ def test_a_call_of_all_ranks_that_one_makes_alone_is_a_deadlock_with_both_lines(
         assert re.search(rf"rank 0 in test_deadline\.py, line \d+ \(`.*{call}\(", message)
         assert re.search(r"rank 1 in test_deadline\.py, line \d+ \(`.*train_step\(", message)
         assert "is one of these under `if smp.rank() == ...`?" in message
-
-
-def all_receive_in_a_ring() -> tuple[str, float]:
-    smp.init({"ddp": True})
-    let_judge(0, [1, 2])
-    if smp.rank() == 0:
-        facts().wait(["rank 1 waits", "rank 2 waits"])
-        wait_shortly(2)
-    else:
-        facts().set(f"rank {smp.rank()} waits", "")
-    return outcome(lambda: smp.recv_from((smp.rank() + 1) % 3))
-
-
-def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
-    """Rank 2 waits for rank 0, which closed only its connection to the rank that it waited for itself."""
-    for message, seconds in run_ranks(all_receive_in_a_ring, 3):
-        assert re.search(r"; a deadlock of rank 0 in .* and rank 1 in .* and rank 2 in ", message)
-        assert seconds < SECONDS  # not the half hour of the default
 
 
 RECEIVING = [(0, 1), (1, 2), (2, 3), (3, 1)]
@@ -398,70 +399,32 @@ def test_a_rank_that_serves_the_store_and_stands_still_is_named(tmp_path: Path) 
     assert "; the store in rank 0 could tell why, but it has not answered for 1 s" in told
 
 
-def wait_in_a_collective() -> tuple[str, float]:
+@on_ranks(2)
+def test_errors_that_are_not_of_communication_pass_unchanged() -> None:
     smp.init({"ddp": True})
-    if smp.rank() == 3:
-        return late()
-    group = smp.get_dp_process_group()
-    let_judge(0, [1, 2])
-    wait_shortly()
-
-    def reduce() -> None:
-        with waiting("the reduction of gradients", group):
-            dist.all_reduce(torch.ones(8), group=group)
-
-    return given_up(reduce) if smp.rank() == 0 else outcome(reduce)
-
-
-def test_a_collective_of_torch_is_named_too_when_it_is_wrapped() -> None:
-    for message, seconds in run_ranks(wait_in_a_collective, 4)[:3]:
-        assert message.startswith("DeadlineError: rank 0 waited ")
-        assert "in the reduction of gradients for rank 3" in message
-        assert seconds < SECONDS
-
-
-def other_errors_pass() -> list[str]:
-    smp.init({"ddp": True})
-    messages = []
     for error in (ValueError("connection"), RuntimeError("a mere bug"), KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught, waiting("nothing", [1 - smp.rank()]):
             raise error
-        messages.append(repr(caught.value))
-    return messages
+        assert caught.value is error
 
 
-def test_errors_that_are_not_of_communication_pass_unchanged() -> None:
-    expected = ["ValueError('connection')", "RuntimeError('a mere bug')", "KeyboardInterrupt()"]
-    assert run_ranks(other_errors_pass, 2) == [expected, expected]
-
-
-def test_a_server_that_ended_a_moment_ago_is_named_by_its_address() -> None:
-    """Its client knows only that a socket was closed, and says so with a page of C++ frames."""
+def test_a_server_that_is_being_killed_is_not_asked_and_one_that_has_ended_is_named_by_its_address() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
     store = FailureStore(client, 1, 2, timedelta(seconds=5), list, server="rank 0", serves_store=False)
-    store.write("key", "text")  # the server was seen just now, so nobody asks whether it is still there
-    port = server.port
-    del server
-    with pytest.raises(dist.DistStoreError, match=f"^nobody listens at 127.0.0.1:{port} any more$"):
-        store.read("key")
-
-
-def test_a_server_that_is_being_killed_is_not_asked() -> None:
-    """The kernel accepts connections for it until it is dead, and its client would log a page about the request."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
-    store = FailureStore(client, 1, 2, timedelta(seconds=5), list, server="rank 0", serves_store=False)
+    # The kernel accepts connections for it until it is dead, and its client would log a page about the request.
     with socket.create_server(("127.0.0.1", 0)) as dying:
         store._address = dying.getsockname()
-
-        def accept_and_close() -> None:
-            dying.accept()[0].close()
-
-        closing = threading.Thread(target=accept_and_close)
+        closing = threading.Thread(target=lambda: dying.accept()[0].close())  # noqa: PLW0108 - in the thread
         closing.start()
         with pytest.raises(dist.DistStoreError, match=r"^nobody listens at 127\.0\.0\.1:"):
             store.read("key")
         closing.join()
     store._address = ("127.0.0.1", server.port)
     assert store.read("key") is None
+    # Its client knows only that a socket was closed, and says so with a page of C++ frames.
+    store.write("key", "text")  # the server was seen just now, so nobody asks whether it is still there
+    port = server.port
+    del server
+    with pytest.raises(dist.DistStoreError, match=f"^nobody listens at 127.0.0.1:{port} any more$"):
+        store.read("key")

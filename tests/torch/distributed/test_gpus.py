@@ -37,16 +37,6 @@ def gpu_file(tmp_path: Path) -> Path:
     return tmp_path / "nvidia1"
 
 
-@pytest.fixture
-def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-
-
-@pytest.fixture
-def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-
-
 def message_of(*gpu_infos: GpuInfo) -> str:
     return str(ConfigError(problems_of(gpu_infos), subject="GPUs of the job"))
 
@@ -78,8 +68,8 @@ def test_a_gpu_that_another_rank_has_is_one_to_miss() -> None:
     assert "ranks 0 and 2 see no GPU but should have one (rank 1 has one)" in text
 
 
-@pytest.mark.usefixtures("cuda_build")
-def test_a_build_for_cuda_beside_a_gpu_must_see_it(gpu_file: Path) -> None:
+def test_a_build_for_cuda_beside_a_gpu_must_see_it(gpu_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     text = message_of(gpus.probe_gpu(Launch(), {}))
     assert f"rank 0 sees no GPU but should have one ({gpu_file} exists)" in text
     assert f"torch {torch.__version__} is built for CUDA 13.0" in text
@@ -87,8 +77,8 @@ def test_a_build_for_cuda_beside_a_gpu_must_see_it(gpu_file: Path) -> None:
     assert "hint: update the driver, or install a build of torch for an older CUDA" in text
 
 
-@pytest.mark.usefixtures("cpu_build")
-def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(gpu_file: Path) -> None:
+def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(gpu_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
     gpu_info = gpus.probe_gpu(Launch(), {})
     assert problems_of([gpu_info, gpu_info]) == []
     (text,) = notices_of([gpu_info, gpu_info, GpuInfo()])
@@ -96,7 +86,7 @@ def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(gpu_file: Path) -> Non
     assert "ranks 0 and 1 train on the CPU" in text
 
 
-@pytest.mark.parametrize("build", ["cuda_build", "cpu_build"])
+@pytest.mark.parametrize("build", ["13.0", None])
 @pytest.mark.parametrize(
     "said",
     [
@@ -109,8 +99,8 @@ def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(gpu_file: Path) -> Non
     ids=str,
 )
 @pytest.mark.usefixtures("gpu_file")
-def test_who_means_the_cpu_gets_it(said: dict[str, str], build: str, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(build)
+def test_who_means_the_cpu_gets_it(said: dict[str, str], build: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", build)
     gpu_info = gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": "8", **said})
     assert problems_of([gpu_info, GpuInfo(gpu="GPU-a")]) == []
     assert notices_of([gpu_info]) == []
@@ -119,45 +109,49 @@ def test_who_means_the_cpu_gets_it(said: dict[str, str], build: str, request: py
 # --- the backend ------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_with_a_gpu_of_their_own_use_nccl() -> None:
-    assert backend_of([GpuInfo("a", "cuda"), GpuInfo("b", "cuda")], "auto") == ("cpu:gloo,cuda:nccl", [])
-    assert backend_of([GpuInfo("a", "cuda"), GpuInfo("b", "cuda")], "gloo") == ("gloo", [])
-    assert backend_of([GpuInfo(), GpuInfo()], "nccl") == ("gloo", [])
+FIRST, SECOND, ON_CPU = GpuInfo("a", "cuda"), GpuInfo("b", "cuda"), GpuInfo(cpu_reason="CUDA_VISIBLE_DEVICES=''")
+SHARING, SHARING_OLD, SHARING_NONE = (
+    GpuInfo("a", "cuda", shared_nccl=version) for version in ([2, 30, 1], [2, 28, 9], [])
+)
+BOTH = "cpu:gloo,cuda:nccl"
 
 
-def test_ranks_that_share_a_gpu_use_gloo_and_are_told() -> None:
-    backend, (text,) = backend_of([GpuInfo("a", "cuda"), GpuInfo("a", "cuda")], "auto")
-    assert backend == "gloo"
-    assert "2 ranks share 1 GPU, which nccl cannot do" in text
+@pytest.mark.parametrize(
+    ("gpu_infos", "asked", "backend", "notice"),
+    [
+        ([FIRST, SECOND], "auto", BOTH, ""),
+        ([FIRST, SECOND], "gloo", "gloo", ""),
+        ([GpuInfo(), GpuInfo()], "nccl", "gloo", ""),
+        ([FIRST, FIRST], "auto", "gloo", "2 ranks share 1 GPU, which nccl cannot do"),
+        ([FIRST, ON_CPU], "auto", "gloo", "rank 1 uses the CPU (CUDA_VISIBLE_DEVICES='') while others have a GPU"),
+        ([SHARING, SHARING], "auto", BOTH, "NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ([SHARING, SHARING], "gloo", "gloo", ""),
+        ([SHARING, GpuInfo("b", "cuda", shared_nccl=[2, 28, 9])], "auto", BOTH, ""),  # nothing is shared
+    ],
+)
+def test_the_backend_is_that_of_the_gpus_where_each_rank_has_one(
+    gpu_infos: list[GpuInfo], asked: str, backend: str, notice: str
+) -> None:
+    chosen, notices = backend_of(gpu_infos, asked)
+    assert chosen == backend
+    assert len(notices) == bool(notice)
+    assert notice in "".join(notices)
 
 
-def test_ranks_on_the_cpu_beside_ranks_on_gpus_are_told() -> None:
-    backend, (text,) = backend_of([GpuInfo("a", "cuda"), GpuInfo(cpu_reason="CUDA_VISIBLE_DEVICES=''")], "auto")
-    assert backend == "gloo"
-    assert "rank 1 uses the CPU (CUDA_VISIBLE_DEVICES='') while others have a GPU" in text
-
-
-def test_a_shared_gpu_carries_nccl_if_asked_to() -> None:
-    shared = GpuInfo("a", "cuda", shared_nccl=[2, 30, 1])
-    backend, (text,) = backend_of([shared, shared], "auto")
-    assert backend == "cpu:gloo,cuda:nccl"
-    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in text
-    assert backend_of([shared, shared], "gloo") == ("gloo", [])
-    own = GpuInfo("b", "cuda", shared_nccl=[2, 28, 9])
-    assert backend_of([shared, own], "auto") == ("cpu:gloo,cuda:nccl", [])  # nothing is shared
-
-
-def test_an_nccl_that_cannot_share_a_gpu_is_refused() -> None:
-    new, old, missing = (GpuInfo("a", "cuda", shared_nccl=version) for version in ([2, 30, 1], [2, 28, 9], []))
-    with pytest.raises(UnsupportedError, match=r"needs NCCL 2\.30 or newer, but rank 1 has 2\.28\.9"):
-        backend_of([new, old], "auto")
-    with pytest.raises(UnsupportedError, match="but rank 0 has none"):
-        backend_of([missing, missing], "auto")
-
-
-def test_all_ranks_must_want_to_share_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="SMPKIT_SHARED_GPU_NCCL: is 1 on some ranks but not on rank 1"):
-        backend_of([GpuInfo("a", "cuda", shared_nccl=[2, 30, 1]), GpuInfo("a", "cuda")], "auto")
+@pytest.mark.parametrize(
+    ("gpu_infos", "kind", "message"),
+    [
+        ([SHARING, SHARING_OLD], UnsupportedError, r"needs NCCL 2\.30 or newer, but rank 1 has 2\.28\.9"),
+        ([SHARING_NONE, SHARING_NONE], UnsupportedError, "but rank 0 has none"),
+        ([SHARING, FIRST], ConfigError, "SMPKIT_SHARED_GPU_NCCL: is 1 on some ranks but not on rank 1"),
+    ],
+    ids=["old", "missing", "not asked for"],
+)
+def test_an_nccl_that_cannot_share_a_gpu_is_refused(
+    gpu_infos: list[GpuInfo], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        backend_of(gpu_infos, "auto")
 
 
 def test_the_wish_to_share_a_gpu_is_told_with_the_version_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,23 +163,23 @@ def test_the_wish_to_share_a_gpu_is_told_with_the_version_that_is_loaded(monkeyp
 # --- scripts that say `cuda` ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("gpu_file")
 @pytest.mark.parametrize(
-    ("environ", "installs"),
+    ("has_gpu", "environ", "installs"),
     [
-        ({}, False),
-        ({"SMPKIT_CUDA_ON_CPU": "1"}, True),
-        ({"SMPKIT_CUDA_ON_CPU": "0", "CUDA_VISIBLE_DEVICES": ""}, False),
-        ({"CUDA_VISIBLE_DEVICES": ""}, True),
+        (True, {}, False),
+        (True, {"SMPKIT_CUDA_ON_CPU": "1"}, True),
+        (True, {"SMPKIT_CUDA_ON_CPU": "0", "CUDA_VISIBLE_DEVICES": ""}, False),
+        (True, {"CUDA_VISIBLE_DEVICES": ""}, True),
+        (False, {}, True),
+        (False, {"SM_NUM_GPUS": "1"}, False),
     ],
     ids=str,
 )
-def test_cuda_is_not_the_cpu_where_a_gpu_cannot_be_used(environ: dict[str, str], installs: bool) -> None:
-    assert run_ranks(install, 1, environ, gpus.DEVICE_FILES) == [installs]
-
-
-@pytest.mark.parametrize(("environ", "installs"), [({}, True), ({"SM_NUM_GPUS": "1"}, False)], ids=str)
-def test_cuda_is_the_cpu_where_there_is_no_gpu(environ: dict[str, str], installs: bool) -> None:
+def test_cuda_is_the_cpu_only_where_there_is_no_gpu_or_the_cpu_is_meant(
+    has_gpu: bool, environ: dict[str, str], installs: bool, request: pytest.FixtureRequest
+) -> None:
+    if has_gpu:
+        request.getfixturevalue("gpu_file")
     assert run_ranks(install, 1, environ, gpus.DEVICE_FILES) == [installs]
 
 

@@ -13,6 +13,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.distributed import objects as comm
 from tests.deadlines import facts
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 GRID = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 4}
 
@@ -69,26 +70,22 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def exchange_objects() -> dict[str, bool]:
-    smp.init({"ddp": True})
-    mine = objects()
-    if smp.rank() == 0:
-        for value in mine.values():
-            smp.send(value, 1)
-        smp.send(mine, 1)
-        return {}
-    result = {name: same(value, smp.recv_from(0)) for name, value in mine.items()}
-    result["all at once"] = same(mine, smp.recv_from(0))
-    return result
-
-
+@on_ranks(2)
 def test_every_kind_of_object_arrives_as_it_was() -> None:
-    arrived = run_ranks(exchange_objects, 2)[1]
-    assert [name for name, good in arrived.items() if not good] == []
-    assert len(arrived) == len(objects()) + 1
+    smp.init({"ddp": True})
+    own = objects()
+    if smp.rank() == 0:
+        for value in own.values():
+            smp.send(value, 1)
+        smp.send(own, 1)
+    else:
+        arrived = {name: smp.recv_from(0) for name in own}
+        assert [name for name, value in own.items() if not same(value, arrived[name])] == []
+        assert same(own, smp.recv_from(0)), "all at once"
 
 
-def share_memory() -> dict[str, bool]:
+@on_ranks(2)
+def test_shared_tensors_travel_once_and_share_memory_again() -> None:
     smp.init({"ddp": True})
     if smp.rank() == 0:
         tensor = torch.arange(4.0)
@@ -97,21 +94,13 @@ def share_memory() -> dict[str, bool]:
         head.weight = tied.weight
         smp.send({"once": tensor, "again": tensor, "other": torch.arange(4.0)}, 1)
         smp.send(nn.Sequential(tied, head).state_dict(), 1)
-        return {}
-    first = smp.recv_from(0)
-    second = smp.recv_from(0)
+        return
+    first, second = smp.recv_from(0), smp.recv_from(0)
     first["once"][0] = 9
-    return {
-        "the same object": first["once"] is first["again"],
-        "no other object": first["other"][0].item() == 0,
-        "tied weights": second["0.weight"].data_ptr() == second["1.weight"].data_ptr(),
-        "owns its memory": second["0.weight"].untyped_storage().nbytes() == 16,
-    }
-
-
-def test_shared_tensors_travel_once_and_share_memory_again() -> None:
-    arrived = run_ranks(share_memory, 2)[1]
-    assert [name for name, good in arrived.items() if not good] == []
+    assert first["once"] is first["again"]
+    assert first["other"][0].item() == 0
+    assert second["0.weight"].data_ptr() == second["1.weight"].data_ptr(), "tied weights"
+    assert second["0.weight"].untyped_storage().nbytes() == 16, "it owns its memory"
 
 
 def broadcast_is_the_senders() -> list[Any]:
@@ -216,35 +205,24 @@ def test_a_barrier_opens_when_the_last_has_come() -> None:
     assert min(after for _, after in times) >= max(before for before, _ in times)
 
 
-def wrong_arguments() -> list[str]:
-    smp.init(GRID)
-    messages = []
-    for call in (
-        lambda: smp.send(1, 4),
-        lambda: smp.send(1, -1),
-        lambda: smp.recv_from(2, smp.RankType.TP_RANK),
-        lambda: smp.send(1, smp.rank()),
-        lambda: smp.recv_from(smp.tp_rank(), smp.RankType.TP_RANK),
-        lambda: smp.send(1, 0, "WORLD_RANK"),  # type: ignore[arg-type]
-        lambda: smp.broadcast(1, smp.RankType.TP_RANK),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(UsageError) as caught:
-            call()
-        messages.append(str(caught.value))
-    return messages
-
-
+@on_ranks(4)
 def test_wrong_ranks_and_kinds_are_named_with_the_valid_ones() -> None:
-    got = run_ranks(wrong_arguments, 4)[1]
-    assert got[0] == "smp.send: there is no WORLD_RANK 4\nhint: valid are 0 to 3"
-    assert "no WORLD_RANK -1" in got[1]
-    assert got[2] == "smp.recv_from: there is no TP_RANK 2\nhint: valid are 0 to 1"
-    assert got[3].startswith("smp.send: rank 1 names itself")
-    assert got[4].startswith("smp.recv_from: rank 1 names itself")
-    assert "'WORLD_RANK' is not a rank type" in got[5]
-    assert "smp.RankType.WORLD_RANK" in got[5]
-    assert "is not a group" in got[6]
-    assert "smp.CommGroup.DP_GROUP" in got[6]
+    smp.init(GRID)
+    itself = f"rank {smp.rank()} names itself"
+    for call, text in (
+        (lambda: smp.send(1, 4), r"smp\.send: there is no WORLD_RANK 4\nhint: valid are 0 to 3"),
+        (lambda: smp.send(1, -1), "no WORLD_RANK -1"),
+        (
+            lambda: smp.recv_from(2, smp.RankType.TP_RANK),
+            r"smp\.recv_from: there is no TP_RANK 2\nhint: valid are 0 to 1",
+        ),
+        (lambda: smp.send(1, smp.rank()), rf"smp\.send: {itself}"),
+        (lambda: smp.recv_from(smp.tp_rank(), smp.RankType.TP_RANK), rf"smp\.recv_from: {itself}"),
+        (lambda: smp.send(1, 0, "WORLD_RANK"), r"'WORLD_RANK' is not a rank type\n.*smp\.RankType\.WORLD_RANK"),  # type: ignore[arg-type]
+        (lambda: smp.broadcast(1, smp.RankType.TP_RANK), r"is not a group\n.*smp\.CommGroup\.DP_GROUP"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UsageError, match=text):
+            call()
 
 
 MANY_SECONDS = 600
@@ -286,32 +264,27 @@ def test_calls_that_do_not_fit_are_named_and_not_waited_for(name: str, words: st
     assert first.startswith(f"UsageError: {words}")
 
 
-def unpicklable() -> list[str]:
+@on_ranks(2)
+def test_an_object_that_cannot_be_pickled_leaves_the_stream_in_order() -> None:
     smp.init({"ddp": True})
     if smp.rank() == 1:
-        return [smp.recv_from(0)]
+        assert smp.recv_from(0) == "after"
+        return
     with pytest.raises(Exception, match="pickle"):
         smp.send(lambda: 0, 1)
     smp.send("after", 1)
-    return []
 
 
-def test_an_object_that_cannot_be_pickled_leaves_the_stream_in_order() -> None:
-    assert run_ranks(unpicklable, 2)[1] == ["after"]
-
-
-def big_object() -> bool:
+@on_ranks(2)
+def test_tensors_travel_fast_because_they_are_not_pickled() -> None:
+    """They are received where they stay, and what is pickled is small."""
     smp.init({"ddp": True})
     if smp.rank() == 0:
         smp.send({"weights": torch.ones(32 * 2**20, dtype=torch.uint8)}, 1)
-        return True
+        return
     with mock.patch.object(comm, "_receive", wraps=comm._receive) as receive:
         weights = smp.recv_from(0)["weights"]
     assert int(weights.sum(dtype=torch.int64)) == 32 * 2**20
     *others, largest = sorted((call.args[0] for call in receive.call_args_list), key=lambda tensor: tensor.nbytes)
-    return largest.data_ptr() == weights.data_ptr() and sum(tensor.nbytes for tensor in others) < 1000
-
-
-def test_tensors_travel_fast_because_they_are_not_pickled() -> None:
-    """They are received where they stay, and what is pickled is small."""
-    assert run_ranks(big_object, 2) == [True, True]
+    assert largest.data_ptr() == weights.data_ptr()
+    assert sum(tensor.nbytes for tensor in others) < 1000

@@ -18,7 +18,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.distributed.init import shutdown
 from smpkit.torch.distributed.signals import on_stop, stop_requested
 from tests.forked import Script
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -153,15 +153,10 @@ def test_the_two_ways_exclude_each_other() -> None:
         stop_requested()
 
 
-def leave_together() -> int:
+@on_ranks(4)
+def test_all_ranks_hear_of_a_stop_at_the_same_step() -> None:
     smp.init({"ddp": True})
-    for step in range(100):
-        if stop_requested():
-            return step
+    for step in range(5):
+        assert stop_requested() == (step == 4)
         if smp.rank() == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-    return -1
-
-
-def test_all_ranks_hear_of_a_stop_at_the_same_step() -> None:
-    assert run_ranks(leave_together, 4) == [4, 4, 4, 4]

@@ -21,6 +21,7 @@ from smpkit.torch.distributed.deadline import waiting
 from tests.deadlines import SECONDS, facts
 from tests.ranks import run_ranks
 from tests.torch.distributed.test_deadline import start, stories
+from tests.torch.steps import on_ranks
 
 
 class Spinning:
@@ -28,7 +29,6 @@ class Spinning:
 
     def __init__(self) -> None:
         self.ended = threading.Event()
-        self.error = ErrorType.SUCCESS
 
     def abort(self) -> None:
         self.ended.set()
@@ -37,7 +37,7 @@ class Spinning:
         return "nccl"
 
     def get_error(self) -> ErrorType:
-        return self.error
+        return ErrorType.SUCCESS
 
     def item(self) -> None:
         """Return when the kernel has ended, as `Tensor.item()` does, with garbage."""
@@ -128,23 +128,21 @@ def test_a_rank_that_loses_another_ends_its_own_kernels() -> None:
     assert ended
 
 
-def interrupt() -> bool:
+@on_ranks(2)
+def test_an_interrupt_ends_kernels() -> None:
     backend = begin(look_seconds=SECONDS)
     deadline._previous_hook = lambda *error: None
     deadline._on_uncaught(KeyboardInterrupt, KeyboardInterrupt(), None)
-    return backend.ended.is_set()
+    assert backend.ended.is_set()
 
 
-def test_an_interrupt_ends_kernels() -> None:
-    assert run_ranks(interrupt, 2) == [True, True]
-
-
-def one_times_out(error: str) -> str:
+def one_has_an_error(error: str | None) -> str:
+    """Return what rank 0 says when nccl has this error there, or tells none because smpkit itself is wrong."""
     backend = begin()
     if smp.rank() == 1:
         facts().wait(["told"])
         return "late"
-    backend.error = ErrorType.__members__[error]
+    vars(backend)["get_error"] = lambda: ErrorType.__members__[error] if error else 1 / 0
     backend.item()
     text = message_of(smp.barrier)
     facts().set("told", "")
@@ -159,47 +157,34 @@ def one_times_out(error: str) -> str:
     ],
 )
 def test_an_error_of_nccl_becomes_a_verdict(error: str, words: str) -> None:
-    told = run_ranks(one_times_out, 2, error, env={backends.FLIGHT_RECORD: "/runs/7/nccl_trace_rank_"})[0]
+    told = run_ranks(one_has_an_error, 2, error, env={backends.FLIGHT_RECORD: "/runs/7/nccl_trace_rank_"})[0]
     assert told.startswith(words)
     assert ("from /runs/7/nccl_trace_rank_*" in told) == (error == "TIMEOUT")
 
 
-def one_watches_in_vain() -> str:
-    backend = begin()
-    if smp.rank() == 1:
-        facts().wait(["told"])
-        return "late"
-    vars(backend)["get_error"] = lambda: 1 / 0
-    backend.item()
-    text = message_of(smp.barrier)
-    facts().set("told", "")
-    return text
-
-
 def test_a_watcher_that_fails_ends_the_kernels_because_torch_leaves_it_the_last_word() -> None:
-    told = run_ranks(one_watches_in_vain, 2)[0]
+    told = run_ranks(one_has_an_error, 2, None)[0]
     assert told.startswith("RemoteError: rank 0 cannot watch its GPU any more: ZeroDivisionError: division by zero")
 
 
-def watchers_of_two_worlds() -> list[int]:
-    counts = []
+def num_watchers() -> int:
+    return sum(thread.name == "smpkit-watcher" for thread in threading.enumerate())
+
+
+@on_ranks(2)
+def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> None:
     for _ in range(2):
         begin()
         smp.init({"ddp": True, "microbatches": 2, "timeout_seconds": 600})  # once more, in the same world
         smp.barrier()
-        counts.append(sum(thread.name == "smpkit-watcher" for thread in threading.enumerate()))
+        assert num_watchers() == 1
         smp.shutdown()
         end = time.monotonic() + SECONDS
-        while any(thread.name == "smpkit-watcher" for thread in threading.enumerate()) and time.monotonic() < end:
+        while num_watchers() and time.monotonic() < end:
             time.sleep(0.01)
     backends.device_backends = lambda group: []
     smp.init({"ddp": True})
-    counts.append(sum(thread.name == "smpkit-watcher" for thread in threading.enumerate()))
-    return counts
-
-
-def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> None:
-    assert run_ranks(watchers_of_two_worlds, 2) == [[1, 1, 0]] * 2
+    assert num_watchers() == 0
 
 
 def test_kernels_end_before_a_process_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
