@@ -13,6 +13,8 @@ from smpkit.config.wire import HOMOGENEOUS
 FINAL = frozenset({"Completed", "Failed", "Stopped", "Deleting"})
 """Primary statuses in which nothing happens any more."""
 
+_MAX_REASON_CHARACTERS = 1024
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -39,11 +41,7 @@ class Machines:
 
 
 def machines_of(job: Mapping[str, Any]) -> tuple[Machines, ...]:
-    """Return the hosts of a job by kind.
-
-    Args:
-        job: its request or its description.
-    """
+    """Return the hosts of a job by kind, from its request or its description."""
     resources = job.get("ResourceConfig", {})
     groups = resources.get("InstanceGroups") or [resources]
     return tuple(
@@ -221,9 +219,14 @@ def _hint(reason: str) -> str | None:
     return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, reason, re.IGNORECASE)), None)
 
 
-def blamed(reasons: Iterable[tuple[datetime, str]]) -> str | None:
-    """Return the reason to show of what the hosts of a job left, each with the time: None if there is none.
+def failure_of(reasons: Iterable[tuple[datetime, str]], platform_words: str) -> JobFailure:
+    """Return why a job failed: the reason that one of its hosts left, or else what the platform says.
 
-    The earliest that names a rank goes before all others: hosts that ended because of another one name none.
+    The earliest reason that names a rank goes before all others: hosts that ended because of another one name none.
+
+    Args:
+        reasons: with the time of each.
     """
-    return min(reasons, key=lambda reason: (_RANK.search(reason[1]) is None, reason[0]), default=(None, None))[1]
+    default = (None, platform_words)
+    _, words = min(reasons, key=lambda reason: (_RANK.search(reason[1]) is None, reason[0]), default=default)
+    return read_reason(words[:_MAX_REASON_CHARACTERS])

@@ -66,7 +66,7 @@ def manifests(
         }
 
     code = options.code or f"{_FILES}/{SOURCES}"
-    files = scheduled.config_files(job, name, code, ranks_per_host=job.distribution.processes_per_host)
+    files = scheduled.config_files(job, name, code)
     files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{_FILES}/token")
     texts = {f"{file}.json": json.dumps(content, ensure_ascii=False) for file, content in files.items()}
     packed = {} if archive is None else {"binaryData": {SOURCES: base64.b64encode(archive).decode()}}
@@ -101,7 +101,7 @@ def manifests(
 
 
 def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object without secrets; the sources by their size and digest."""
+    """Return an object without secrets, and the size and digest of the sources in their place."""
     shown: dict[str, Any] = json.loads(json.dumps(manifest))
     if manifest["kind"] == "Job":
         for variable in shown["spec"]["template"]["spec"]["containers"][0]["env"]:

@@ -171,7 +171,6 @@ class SlurmCluster:
 
 
 def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's commands know the way
-    """Open the cluster of this machine."""
     return SlurmCluster()
 
 
@@ -194,11 +193,7 @@ def _plan(
     Args:
         settings: of the cluster.
         hidden: the variables that are secrets.
-        problems: what is wrong with the job anyway.
-        code: where the sources lie already.
-
-    Raises:
-        ConfigError: the job cannot be sent as it is; lists all problems.
+        code: the sources of a run that this one goes on from; `sources` are packed otherwise.
     """
     options, count = job.backend.slurm, job.compute.instance_count
     problems = [*_not_for_slurm(job, name), *problems]
@@ -224,7 +219,7 @@ def _plan(
         interface=options.interface,
     )
     variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
-    files = scheduled.config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
+    files = scheduled.config_files(job, name, str(run / "code"))
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
     shown = {"script": script, "folder": str(run), **scheduled.shown_files(files)}
     shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
@@ -245,7 +240,6 @@ def _plan(
 
 
 def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Path]) -> JobConfig:
-    """Return the job file without places that depend on where it lies."""
     channels = {
         name: each.model_copy(update={"uri": str(inputs.get(name, each.uri))}) for name, each in job.inputs.items()
     }
@@ -263,7 +257,6 @@ def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Pat
 
 
 def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
-    """Yield the settings that Slurm cannot follow."""
     yield from scheduled.not_for_schedulers(job, name)
     places: dict[KeyPath, str | None] = {("output",): job.output}
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None

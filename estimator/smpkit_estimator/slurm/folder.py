@@ -64,17 +64,11 @@ def named_places(job: JobConfig) -> dict[str, Path]:
 
 
 def runs_folder() -> Path:
-    """Return where runs are found by their names."""
     chosen = os.environ.get("SMPKIT_RUNS")
     return Path(chosen).absolute() if chosen else Path.home() / "smpkit-runs"
 
 
 def find_run(name: str) -> Path:
-    """Return the folder of a run.
-
-    Raises:
-        UsageError: there is none, or none can have this name.
-    """
     check_name(name)
     run = runs_folder() / name
     if not (run / "job.json").is_file():
@@ -84,18 +78,11 @@ def find_run(name: str) -> Path:
 
 
 def all_runs() -> Iterator[Path]:
-    """Yield the folder of every run."""
     with contextlib.suppress(FileNotFoundError):
         yield from (path.resolve() for path in runs_folder().iterdir() if (path / "job.json").is_file())
 
 
 def make_run(run: Run, now: datetime) -> None:
-    """Write the folder of a run.
-
-    Raises:
-        UsageError: there is a run of this name.
-        CloudError: the folder cannot be written.
-    """
     folder, root = run.folder, runs_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,7 +152,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def kept_job(run: Path) -> dict[str, Any]:
-    """Return the job file of a run, and when and where it was sent."""
+    """Return what `job.json` holds: the job file, when it was sent, and to which cluster."""
     kept = read_json(run / "job.json")
     if kept is None:
         raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {run}` forgets the job")
@@ -192,7 +179,6 @@ class RunLog:
         self._streams: dict[str, _Stream] = {}
 
     def read(self) -> list[LogLine]:
-        """Return what has come since the last call; the first one returns all, or the tail."""
         tail, self._tail = self._tail, None
         for path in sorted(self._folder.glob("*.log")):
             if path.name not in self._streams and path.stat().st_size:
@@ -205,7 +191,7 @@ class RunLog:
         return merged(lines)
 
     def _host_of(self, path: Path) -> str:
-        """Return the node of a file, whose name has the attempt and the node's number: `0-1.log`."""
+        """Return the node that wrote a file; the file's name has the attempt and the node's number: `0-1.log`."""
         attempt, _, number = path.stem.partition("-")
         return (self._folder / f"{attempt}.hosts").read_text().split()[int(number)] if number else path.stem
 
