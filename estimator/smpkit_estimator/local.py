@@ -90,7 +90,7 @@ def plan_local_run(
     stay in a local folder, which a note says. Secrets are taken from `environ`; default: this process's.
 
     Raises:
-        ConfigError: sources, inputs or secrets are not on this machine, or the degrees do not fit; lists all problems.
+        ConfigError: with all problems.
     """
     problems: list[Problem] = []
     notes: list[str] = []
@@ -211,10 +211,9 @@ def local_place(what: str, location: str | None, folder: Path, notes: list[str])
 
 
 def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events: bool = False) -> dict[str, str]:
-    """Make what the launcher reads in the folder of the run, and return its variables.
+    """Make what the launcher reads in the folder of the run, and return its variables: `environ` and the job's own.
 
     Args:
-        environ: variables, on top of which the job's own go.
         events: let every rank record every step; without it some of them, as far as that costs next to nothing.
     """
     folder = folder.absolute()
@@ -272,7 +271,6 @@ def platform_files(
 
     Args:
         submit_directory: the path of the sources as the host sees it; likewise `checkpoints`.
-        interface: the network interface over which the hosts talk.
     """
     ranks = plan.ranks // len(hosts)
     group = {"instance_group_name": HOMOGENEOUS, "instance_type": "local", "hosts": list(hosts)}
@@ -291,7 +289,6 @@ def platform_files(
 
 
 def write_files(config: Path, files: Mapping[str, Any]) -> None:
-    """Write the contents of such files."""
     config.mkdir(parents=True, exist_ok=True)
     for name, value in files.items():
         (config / f"{name}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
@@ -305,8 +302,7 @@ def _link(link: Path, target: Path) -> None:
 def collected(folder: Path, exit_code: int, seconds: float) -> LocalRun:
     """Sum up, and remove from the folder of the run what was only for the launcher, and places that stayed empty.
 
-    Args:
-        exit_code: of the launcher: `STOPPED` if all ranks ended well because they were asked to.
+    The launcher's exit code is `STOPPED` if all ranks ended well because they were asked to.
     """
     places = {part: (folder / part).resolve() for part in _RESULTS}
     written = {part: place if _has_files(place) else None for part, place in places.items()}

@@ -55,7 +55,7 @@ from smpkit_estimator.request import (
 from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
 from smpkit_estimator.status import JobStatus, machines_of
 
-_SUBJECT = "job for SageMaker"
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _MAX_PAGE = 100
 _MAX_SKEW_SECONDS = 300
 """By how much this machine's clock and the service's may differ: AWS refuses calls of clocks that differ by more."""
@@ -81,10 +81,8 @@ class SageMaker:
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
     ) -> Plan:
-        """Decide everything about a job; relative paths start at `folder`.
-
-        Reads local files. Asks the cloud only for what the job does not say: the account, to name its default bucket,
-        and the ARN of a role that is given by name.
+        """Plan a job. Ask the cloud only for what it does not say: the account, which names the default bucket, and the
+        ARN of a role that is given by name.
         """
         name = name or unique_name(job.name, self.clock.now())
         problems = list(not_for_sagemaker(job))
@@ -98,7 +96,7 @@ class SageMaker:
         packed = pack(sources) if sources is not None else None
         if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
             message = f"has {gib(packed.num_bytes)} of files, and a job takes at most {gib(MAX_UNPACKED_BYTES)}"
-            raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject=_SUBJECT)
+            refuse([Problem(("source_dir",), message, SMALLER)], "SageMaker")
         unknown = StandIns(dry)
         region, role, output = self._whereabouts(job, unknown)
         code = (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
@@ -122,12 +120,6 @@ class SageMaker:
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
     def submit(self, plan: Plan) -> dict[str, Any]:
-        """Upload the sources, unless the same ones are there already, and start the job.
-
-        Raises:
-            ConfigError: the sources changed since the job was planned, or are too large for S3.
-            UnreachableError: it is not known whether the job was started; the hint says how to find out.
-        """
         sent: TrainingPlan = plan.payload
         self.cloud.upload_sources(sent.sources, sent.packed, str(sent.source), sent.kms_key)
         if sent.token is not None:
@@ -180,8 +172,7 @@ class SageMaker:
         tags = {tag["Key"]: tag["Value"] for tag in items}
         new_name = new_name or unique_name(base_name(name), self.clock.now())
         body = resumed_request(job, tags, new_name, changes or {})
-        problems = over_limits(body)
-        if problems:
+        if problems := over_limits(body):
             raise ConfigError(problems, subject="request")
         return _plan(TrainingPlan(body))
 
@@ -191,11 +182,7 @@ class SageMaker:
         return JobStatus.read(self.details(name), self.clock.now())
 
     def details(self, name: str) -> dict[str, Any]:
-        """Return what `DescribeTrainingJob` returns.
-
-        Raises:
-            UsageError: there is no such job, or none can have this name.
-        """
+        """Return what `DescribeTrainingJob` returns."""
         check_name(name)
         try:
             return self.cloud.call("sagemaker", "describe_training_job", TrainingJobName=name)
@@ -206,7 +193,7 @@ class SageMaker:
             raise explained(error, f"cannot look up job `{name}`", "sagemaker") from None
 
     def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
-        return iter(LogReader(self.cloud, name, since, tail=tail).read, None)
+        return iter(LogReader(self.cloud, name, since, tail=tail, group=LOG_GROUP, host_of=_host_of).read, None)
 
     def stop(self, name: str) -> None:
         try:
@@ -265,7 +252,6 @@ class SageMaker:
 
 
 def open_sagemaker(access: Access) -> SageMaker:
-    """Open it with the user's own credentials."""
     return SageMaker(open_session(access.profile, access.region))
 
 
@@ -283,14 +269,7 @@ def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
 
 
 def _unpack_run(archive: BinaryIO, into: Path, place: str) -> None:
-    """Unpack the folder `run` alone: its files, and no links.
-
-    Args:
-        place: where the archive is from, for errors.
-
-    Raises:
-        CloudError: it is damaged.
-    """
+    """Unpack the folder `run` alone: its files, and no links. Errors name `place`, where the archive is from."""
     try:
         with tarfile.open(fileobj=archive, mode="r:gz") as tar:
             for member in tar:
@@ -304,6 +283,12 @@ def _unpack_run(archive: BinaryIO, into: Path, place: str) -> None:
                     shutil.copyfileobj(content, file)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise CloudError(f"cannot unpack {place}: {error}") from None
+
+
+def _host_of(stream: str) -> str:
+    """Return the host that writes a log stream: `algo-1` writes `JOB/algo-1-1700000000`."""
+    rest = stream.partition("/")[2]
+    return re.sub(r"-\d+$", "", rest) if rest.count("-") > 1 else rest
 
 
 def _is_missing(error: BaseException) -> bool:
