@@ -76,18 +76,12 @@ class LocalRun:
         return self.exit_code == _INTERRUPTED
 
 
-def plan_local_run(
-    job: JobConfig,
-    folder: Path,
-    num_gpus: int = 0,
-    hosts: int | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> LocalPlan:
+def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int | None = None) -> LocalPlan:
     """Decide how `job` runs here; relative paths in it start at `folder`.
 
     Without `hosts`, several hosts become one with all their ranks; else each is a container. If the job does not say
     how many ranks a host has, there is one per GPU, or without GPUs as many as the degrees need. Results meant for S3
-    stay in a local folder, which a note says. Secrets are taken from `environ`; default: this process's.
+    stay in a local folder, which a note says. Secrets are taken from this process's environment.
 
     Raises:
         ConfigError: with all problems.
@@ -97,7 +91,7 @@ def plan_local_run(
     source = _local_source(job, folder, problems)
     inputs = dict(local_inputs(job, folder, problems))
     dependencies = tuple(_local_dependencies(job, folder, problems))
-    secrets = dict(local_secrets(job, os.environ if environ is None else environ, problems))
+    secrets = dict(local_secrets(job, problems))
     ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
     problems += [problem.below("distribution") for problem in job.distribution.world_problems(ranks)]
     if ranks > _MAX_LOCAL_RANKS * (hosts or 1):
@@ -187,11 +181,11 @@ def local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Itera
             yield name, path.absolute()
 
 
-def local_secrets(job: JobConfig, environ: Mapping[str, str], problems: list[Problem]) -> Iterator[tuple[str, str]]:
+def local_secrets(job: JobConfig, problems: list[Problem]) -> Iterator[tuple[str, str]]:
     for name, secret in job.secrets.items():
         variable = secret.variable or name
-        if variable in environ:
-            yield name, environ[variable]
+        if variable in os.environ:
+            yield name, os.environ[variable]
         else:
             message = f"the variable {variable} is not set on this machine"
             hint = f"`read -rs {variable} && export {variable}`; nothing is asked of AWS for a local run"

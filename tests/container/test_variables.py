@@ -111,20 +111,20 @@ def test_names_that_no_environment_can_hold_are_left_out() -> None:
 
 def test_threads_are_shared_among_the_ranks_of_a_host() -> None:
     one_host = Topology(("algo-1",), 0, 4, "torchrun", interface="eth0")
-    assert process_variables({}, one_host, 16, "linux") == {
+    assert process_variables({}, one_host, 16, has_efa=False) == {
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    assert process_variables({}, one_host, 2, "linux")["OMP_NUM_THREADS"] == "1"
+    assert process_variables({}, one_host, 2, has_efa=False)["OMP_NUM_THREADS"] == "1"
 
 
 def test_what_the_user_has_set_stays() -> None:
     user = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "wlan0"}
     several_hosts = {"PYTHONUNBUFFERED": "1", "NCCL_SOCKET_IFNAME": "eth0"}
-    assert process_variables(user, TOPOLOGY, 16, "linux") == several_hosts
-    assert process_variables({}, TOPOLOGY, 96, "linux")["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert process_variables(user, TOPOLOGY, 16, has_efa=False) == several_hosts
+    assert process_variables({}, TOPOLOGY, 96, has_efa=False)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_ranks_see_what_torchrun_sets() -> None:
@@ -168,7 +168,7 @@ def test_the_fast_network_is_known_by_its_device(tmp_path: Path) -> None:
     (tmp_path / "uverbs0").touch()
     assert find_efa(tmp_path)
     topology = Topology(("a", "b"), 0, 1, "torchrun", interface="eth0")
-    assert "FI_PROVIDER" not in process_variables({}, topology, 8)
+    assert "FI_PROVIDER" not in process_variables({}, topology, 8, has_efa=False)
     assert process_variables({}, topology, 8, has_efa=True)["FI_PROVIDER"] == "efa"
     assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, topology, 8, has_efa=True)
 

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import io
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +99,7 @@ class KubernetesCluster:
             if sources is None and "://" in job.source_dir:
                 hint = "name a local folder, or set `backend.kubernetes.code`"
                 problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))
-        hidden = dict(local_secrets(job, os.environ, problems))
+        hidden = dict(local_secrets(job, problems))
         refuse(problems, "Kubernetes")
         archive = None
         if sources is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -90,7 +89,7 @@ class SlurmCluster:
         problems: list[Problem] = []
         sources = job_sources(job, folder, problems, script_only=script_only)
         inputs = dict(local_inputs(job, folder, problems))
-        hidden = dict(local_secrets(job, os.environ, problems))
+        hidden = dict(local_secrets(job, problems))
         absolute = _with_absolute_places(job, folder, inputs)
         chosen = name or unique_name(job.name, self.clock.now())
         return _plan(absolute, chosen, settings, hidden, problems=problems, notes=notes, sources=sources)
