@@ -349,9 +349,12 @@ def _notes(job: JobConfig) -> Iterator[str]:
 def _definition(job: JobConfig, name: str, region: str, place: str) -> dict[str, Any]:
     """Return the request of `RegisterJobDefinition`; `place` is the S3 URI below which the job's own files are."""
     options, count = job.backend.batch, job.compute.instance_count
-    nodes: dict[str, Any] = {"targetNodes": f"0:{count - 1}", "container": _container_of(job, name, region, place)}
-    if options.instance_type is not None:
-        nodes["instanceTypes"] = [options.instance_type]
+    limit = scheduled.limit_of(job)
+    nodes = {
+        "targetNodes": f"0:{count - 1}",
+        "container": _container_of(job, name, region, place),
+        "instanceTypes": [options.instance_type] if options.instance_type is not None else None,
+    }
     body: dict[str, Any] = {
         "jobDefinitionName": name,
         "type": "multinode",
@@ -369,19 +372,17 @@ def _definition(job: JobConfig, name: str, region: str, place: str) -> dict[str,
         },
         "propagateTags": True,
         "tags": {"smpkit": "job", **job.tags},
+        "timeout": {"attemptDurationSeconds": max(_SHORTEST_LIMIT, limit)} if limit is not None else None,
     }
-    limit = scheduled.limit_of(job)
-    if limit is not None:
-        body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, limit)}
-    return body
+    return scheduled.without_none(body)
 
 
 def _submission(job: JobConfig, name: str) -> dict[str, Any]:
     """Return the request of `SubmitJob`, but for the definition's revision."""
     options = job.backend.batch
     more = {"shareIdentifier": options.share, "schedulingPriorityOverride": options.priority}
-    body = {"jobName": name, "jobQueue": options.queue, "jobDefinition": name, **more}
-    return {**{key: value for key, value in body.items() if value is not None}, "tags": {"smpkit": "job"}}
+    body = {"jobName": name, "jobQueue": options.queue, "jobDefinition": name, **more, "tags": {"smpkit": "job"}}
+    return scheduled.without_none(body)
 
 
 def _shown_definition(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -414,7 +415,8 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
         names.MESSAGE: f"{place}/failures",
         "AWS_REGION": region,
     }
-    container: dict[str, Any] = {
+    logs = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
+    return {
         "image": job.image,
         "command": ["train"],  # behind the image's entry point
         "environment": [{"name": key, "value": value} for key, value in variables.items()],
@@ -422,19 +424,16 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
         "linuxParameters": _linux(options),
         "jobRoleArn": options.role or job.role,
         "privileged": options.privileged,
-    }
-    if options.efa:  # it registers memory
-        container["ulimits"] = [{"name": "memlock", "hardLimit": -1, "softLimit": -1}]
-    if options.volumes:
-        container["volumes"] = [_volume(index, volume) for index, volume in enumerate(options.volumes)]
-        container["mountPoints"] = [
+        # EFA registers memory.
+        "ulimits": [{"name": "memlock", "hardLimit": -1, "softLimit": -1}] if options.efa else None,
+        "volumes": [_volume(index, volume) for index, volume in enumerate(options.volumes)] or None,
+        "mountPoints": [
             {"sourceVolume": f"volume-{index}", "containerPath": volume.mount, "readOnly": volume.read_only}
             for index, volume in enumerate(options.volumes)
         ]
-    if options.log_group != _DEFAULT_GROUP:
-        prefix = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
-        container["logConfiguration"] = {"logDriver": "awslogs", "options": prefix}
-    return container
+        or None,
+        "logConfiguration": {"logDriver": "awslogs", "options": logs} if options.log_group != _DEFAULT_GROUP else None,
+    }
 
 
 def _linux(options: Batch) -> Mapping[str, Any]:
@@ -442,7 +441,7 @@ def _linux(options: Batch) -> Mapping[str, Any]:
     rights = ["READ", "WRITE", "MKNOD"]
     paths = [f"/dev/infiniband/uverbs{index}" for index in range(options.efa)]
     devices = [{"hostPath": path, "containerPath": path, "permissions": rights} for path in paths]
-    return {"sharedMemorySize": shared, **({"devices": devices} if devices else {})}
+    return {"sharedMemorySize": shared, "devices": devices or None}
 
 
 def _volume(index: int, volume: BatchVolume) -> dict[str, Any]:

@@ -165,6 +165,17 @@ def host_variables(
     return {**{key: value for key, value in variables.items() if value}, **job.variables}
 
 
+def without_none(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request without what is None in it: what the job file does not set."""
+
+    def pruned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return without_none(value)
+        return [pruned(item) for item in value] if isinstance(value, list) else value
+
+    return {key: pruned(item) for key, item in request.items() if item is not None}
+
+
 def places_in_volumes(job: JobConfig, name: str) -> dict[str, str]:
     """Return where a job's folders below `/opt/ml` lie in its volumes."""
     inputs = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
