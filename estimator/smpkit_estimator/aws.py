@@ -33,7 +33,7 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.backend import Clock, Finding, tried
+from smpkit_estimator.backend import Clock, Finding
 from smpkit_estimator.sources import SMALLER, Packed, Sources, gib, pack
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
@@ -96,13 +96,8 @@ class Cloud:
             self._identity = Identity(answer["Account"], answer["Arn"])
         return self._identity
 
-    def check(self, *, needed: bool = True) -> list[Finding]:
-        """Look at credentials and region; that they are missing is a problem only if they are `needed`."""
-
-        def look() -> Finding:
-            return Finding("credentials", "ok", f"credentials: {self.identity().arn}, {self.region}")
-
-        return [tried("credentials", look, needed=needed)]
+    def credentials(self) -> Finding:
+        return Finding("credentials", "ok", f"credentials: {self.identity().arn}, {self.region}")
 
     def role_arn(self, role: str) -> str:
         """Return the ARN of a role that is named by ARN or by name; a name is looked up."""

@@ -174,10 +174,10 @@ class AwsBatch:
         return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
-        reached = self.cloud.check(needed=job is not None)
-        if job is None or any(finding.state != "ok" for finding in reached):
-            return reached
-        return [*reached, tried("queue", lambda: self._queue(job.backend.batch.queue))]
+        reached = tried("credentials", self.cloud.credentials, needed=job is not None)
+        if job is None or reached.state != "ok":
+            return [reached]
+        return [reached, tried("queue", lambda: self._queue(job.backend.batch.queue))]
 
     def _queue(self, queue: str | None) -> Finding:
         if queue is None:

@@ -244,14 +244,14 @@ class Containers:
     def _wait(
         self, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], interrupt_after: float | None
     ) -> None:
-        deadline, told = float("inf"), 0
+        deadline, num_handled = float("inf"), 0
         stops: list[subprocess.Popen[bytes]] = []
         while any(process.poll() is None for process in processes):
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
-            if len(received) > told:
-                told = len(received)
-                stops += self._tell("stop" if told == 1 else "kill")
+            if len(received) > num_handled:
+                num_handled = len(received)
+                stops += self._tell("stop" if num_handled == 1 else "kill")
             elif interrupt_after is not None and self._spoke_at is not None and now >= self._spoke_at + interrupt_after:
                 interrupt_after, self.interrupted = None, True
                 stops += self._tell("stop")

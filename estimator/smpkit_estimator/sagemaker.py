@@ -240,11 +240,11 @@ class SageMaker:
         return run_below(into, name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
-        reached = self.cloud.check(needed=job is not None)
-        if job is None or any(finding.state != "ok" for finding in reached):
-            return reached
+        reached = tried("credentials", self.cloud.credentials, needed=job is not None)
+        if job is None or reached.state != "ok":
+            return [reached]
         return [
-            *reached,
+            reached,
             tried("role", lambda: _role(job, self.cloud)),
             tried("output", lambda: _output(job, self.cloud, write=write)),
             tried("image", lambda: _image(job, self.cloud)),

@@ -83,7 +83,7 @@ class JobStatus:
     seen: datetime
     """When this was asked for."""
     ended: datetime | None = None
-    # What follows is not told of the jobs of a list.
+    # Lists of jobs leave out what follows.
     message: str = ""
     """What the service says about the phase."""
     phases: tuple[Phase, ...] = ()
@@ -196,7 +196,7 @@ def read_reason(reason: str) -> JobFailure:
     suffix = _SUFFIX.search(text)
     exit_code = int(suffix["code"]) if suffix else None
     body = text[: suffix.start()] if suffix else text
-    place, told = _RANK.search(body), _HINT.search(body)
+    place, hint = _RANK.search(body), _HINT.search(body)
     lines = [line for line in body.splitlines() if not (_RANK.fullmatch(line) or _HINT.fullmatch(line))]
     # Our launcher writes the exception before the rank's place; what others write says it in the first line.
     if place:
@@ -211,7 +211,7 @@ def read_reason(reason: str) -> JobFailure:
         host=place["host"] if place else None,
         exit_code=int(place["code"]) if place else exit_code,
         details=tuple(line for line in rest if line.strip()),
-        hint=told["hint"] if told else _hint(reason),
+        hint=hint["hint"] if hint else _hint(reason),
     )
 
 

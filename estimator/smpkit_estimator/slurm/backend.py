@@ -287,8 +287,8 @@ def _container_runtime(options: Slurm, image: str | None, problems: list[Problem
     if options.container != "auto":
         return options.container
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=20, check=False).stdout
-        if "--container-image" in said:
+        options_of_srun = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=20, check=False)
+        if "--container-image" in options_of_srun.stdout:
             return "pyxis"
     if shutil.which("apptainer"):
         return "apptainer"
