@@ -142,6 +142,11 @@ def over_limits(body: Mapping[str, Any]) -> list[Problem]:
     return preflight(body, request_shape(*_OPERATION))
 
 
+def hyperparameters_over_limits(sent: Mapping[str, str]) -> list[Problem]:
+    """Return what the service would refuse of the hyperparameters alone."""
+    return [problem for problem in over_limits({"HyperParameters": sent}) if problem.message != "is required"]
+
+
 def not_for_sagemaker(job: JobConfig) -> Iterator[Problem]:
     """Yield the settings that work on this machine but not in the cloud."""
     if job.image is None:

@@ -40,13 +40,13 @@ from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.local import local_inputs, local_secrets
 from smpkit_estimator.slurm.folder import (
     Run,
-    RunLog,
     all_runs,
     find_run,
     kept_job,
     make_run,
     named_places,
     read_json,
+    run_log,
     runs_folder,
     unmake_run,
     write_json,
@@ -123,7 +123,7 @@ class SlurmCluster:
         return status_of(run, record_of(run), self.clock.now())
 
     def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
-        return iter(RunLog(find_run(name), since, tail).read, None)
+        return run_log(find_run(name), since, tail)
 
     def stop(self, name: str) -> None:
         run = find_run(name)
