@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from smpkit.config.job import JobConfig
-from smpkit.config.wire import MAX_UNPACKED_BYTES, TOKEN_NAME
+from smpkit.config.wire import HOMOGENEOUS, MAX_UNPACKED_BYTES, TOKEN_NAME
 from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UsageError
 from smpkit_estimator.aws import (
     Cloud,
@@ -53,7 +53,7 @@ from smpkit_estimator.request import (
     resumed_request,
 )
 from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
-from smpkit_estimator.status import JobStatus, machines_of
+from smpkit_estimator.status import FINAL, JobStatus, Machines, Phase, read_reason
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _MAX_PAGE = 100
@@ -179,7 +179,7 @@ class SageMaker:
     # ---- jobs that exist -------------------------------------------------------------------------------------------
 
     def describe(self, name: str) -> JobStatus:
-        return JobStatus.read(self.details(name), self.clock.now())
+        return status_of(self.details(name), self.clock.now())
 
     def details(self, name: str) -> dict[str, Any]:
         """Return what `DescribeTrainingJob` returns."""
@@ -257,7 +257,7 @@ def open_sagemaker(access: Access) -> SageMaker:
 
 def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
     body = sent.body
-    kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines_of(body))
+    kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in _machines_of(body))
     return Plan(
         name=body["TrainingJobName"],
         machines=f"{kinds}, spot" if body.get("EnableManagedSpotTraining") else kinds,
@@ -300,6 +300,54 @@ def _is_missing(error: BaseException) -> bool:
 def _tries_before(error: Any) -> int:
     """Return how many times botocore had tried before the service refused."""
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) if code_of(error) else 0
+
+
+# ---- what a job is doing and how it ended ----------------------------------------------------------------------------
+
+
+def status_of(answer: Mapping[str, Any], now: datetime) -> JobStatus:
+    """Return the state of a job that `DescribeTrainingJob` describes."""
+    phases = tuple(
+        Phase(item["Status"], item.get("StatusMessage", ""), item["StartTime"], item.get("EndTime"))
+        for item in answer.get("SecondaryStatusTransitions", ())
+    )
+    status = answer["TrainingJobStatus"]
+    reason = answer.get("FailureReason")
+    # The service names no end of a job that never began to train.
+    end_of_last_phase = (phases[-1].end or phases[-1].start) if phases and status in FINAL else None
+    return JobStatus(
+        name=answer["TrainingJobName"],
+        arn=answer["TrainingJobArn"],
+        status=status,
+        phase=answer.get("SecondaryStatus", status),
+        message=phases[-1].message if phases else "",
+        phases=phases,
+        created=answer["CreationTime"],
+        training_started=answer.get("TrainingStartTime"),
+        ended=answer.get("TrainingEndTime") or end_of_last_phase,
+        seen=now,
+        billable_seconds=answer.get("BillableTimeInSeconds"),
+        training_seconds=answer.get("TrainingTimeInSeconds"),
+        machines=_machines_of(answer),
+        spot=answer.get("EnableManagedSpotTraining", False),
+        failure=read_reason(reason) if reason else None,
+        model_data=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
+        checkpoints=answer.get("CheckpointConfig", {}).get("S3Uri"),
+        metrics={item["MetricName"]: item["Value"] for item in answer.get("FinalMetricDataList", ())},
+        raw=answer,
+    )
+
+
+def _machines_of(job: Mapping[str, Any]) -> tuple[Machines, ...]:
+    """Return the hosts of a job by kind, from its request or its description."""
+    resources = job.get("ResourceConfig", {})
+    groups = resources.get("InstanceGroups") or [resources]
+    return tuple(
+        Machines(
+            group.get("InstanceGroupName", HOMOGENEOUS), group.get("InstanceType", ""), group.get("InstanceCount", 0)
+        )
+        for group in groups
+    )
 
 
 # ---- smpkit doctor ---------------------------------------------------------------------------------------------------

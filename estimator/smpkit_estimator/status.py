@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from smpkit.config.wire import HOMOGENEOUS
-
 FINAL = frozenset({"Completed", "Failed", "Stopped", "Deleting"})
 """Primary statuses in which nothing happens any more."""
 
@@ -38,18 +36,6 @@ class Machines:
     """Name of the instance group; `homogeneousCluster` where a job has no groups."""
     instance_type: str
     instance_count: int
-
-
-def machines_of(job: Mapping[str, Any]) -> tuple[Machines, ...]:
-    """Return the hosts of a job by kind, from its request or its description."""
-    resources = job.get("ResourceConfig", {})
-    groups = resources.get("InstanceGroups") or [resources]
-    return tuple(
-        Machines(
-            group.get("InstanceGroupName", HOMOGENEOUS), group.get("InstanceType", ""), group.get("InstanceCount", 0)
-        )
-        for group in groups
-    )
 
 
 @dataclass(frozen=True)
@@ -102,37 +88,6 @@ class JobStatus:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What the service says, in its own words; empty where a scheduler says it in several places."""
 
-    @classmethod
-    def read(cls, answer: Mapping[str, Any], now: datetime) -> JobStatus:
-        """Read the service's description of a job."""
-        phases = tuple(
-            Phase(item["Status"], item.get("StatusMessage", ""), item["StartTime"], item.get("EndTime"))
-            for item in answer.get("SecondaryStatusTransitions", ())
-        )
-        status = answer["TrainingJobStatus"]
-        reason = answer.get("FailureReason")
-        return cls(
-            name=answer["TrainingJobName"],
-            arn=answer["TrainingJobArn"],
-            status=status,
-            phase=answer.get("SecondaryStatus", status),
-            message=phases[-1].message if phases else "",
-            phases=phases,
-            created=answer["CreationTime"],
-            training_started=answer.get("TrainingStartTime"),
-            ended=answer.get("TrainingEndTime") or _end(phases, status),
-            seen=now,
-            billable_seconds=answer.get("BillableTimeInSeconds"),
-            training_seconds=answer.get("TrainingTimeInSeconds"),
-            machines=machines_of(answer),
-            spot=answer.get("EnableManagedSpotTraining", False),
-            failure=read_reason(reason) if reason else None,
-            model_data=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
-            checkpoints=answer.get("CheckpointConfig", {}).get("S3Uri"),
-            metrics={item["MetricName"]: item["Value"] for item in answer.get("FinalMetricDataList", ())},
-            raw=answer,
-        )
-
     @property
     def instance_count(self) -> int:
         """Number of hosts, of all groups together."""
@@ -166,11 +121,6 @@ class JobStatus:
     def interruptions(self) -> int:
         """How often spot capacity was taken away."""
         return sum(phase.name in ("Interrupted", "Restarting") for phase in self.phases)
-
-
-def _end(phases: tuple[Phase, ...], status: str) -> datetime | None:
-    """Return when a job ended that never started to train."""
-    return (phases[-1].end or phases[-1].start) if phases and status in FINAL else None
 
 
 # ---- why it failed ---------------------------------------------------------------------------------------------------
