@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def play_logs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         logs.put_log_events(logGroupName=group, logStreamName=stream, logEvents=[event])
     described = AwsBatch._described
 
-    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Iterable[Mapping[str, Any]]:
         nodes = [each for each in ids if "#" in each]
         if not nodes:
             return described(self, ids)
