@@ -189,15 +189,8 @@ class Containers:
         for host, own in self.hosts.items():
             shutil.rmtree(own, ignore_errors=True)
             (own / "output").mkdir(parents=True)
-            files = platform_files(
-                self._plan,
-                self.name,
-                hosts=list(self.hosts),
-                host=host,
-                submit_directory=_CODE,
-                interface="eth0",
-                checkpoints="/opt/ml/checkpoints",
-            )
+            hosts = list(self.hosts)
+            files = platform_files(self._plan, self.name, hosts, host, submit_directory=_CODE, interface="eth0")
             write_files(own / "config", files)
 
     @property
