@@ -22,8 +22,7 @@ from moto import mock_aws
 from moto.core.botocore_stubber import BotocoreStubber, MockRawResponse
 from moto.logs.models import logs_backends
 
-from smpkit_estimator.log_reader import LOG_GROUP
-from smpkit_estimator.sagemaker import SageMaker
+from smpkit_estimator.sagemaker import LOG_GROUP, SageMaker
 from tests.clock import FakeClock
 
 ACCOUNT, REGION = "123456789012", "us-west-2"

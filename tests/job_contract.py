@@ -12,12 +12,17 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from click.testing import CliRunner, Result
+
+from smpkit.cli.main import cli
 
 SCRIPT = Path(__file__).parent / "docker" / "job" / "train.py"
 """A pipeline's training that prints each step, saves when it is asked to stop, and goes on."""
@@ -34,6 +39,35 @@ PIPELINE: dict[str, Any] = {
 
 Run = Callable[..., Any]
 """Calls `smpkit`, checks its exit code (`code`, 0 by default), and returns what it printed as `stdout` and `stderr`."""
+
+
+def in_this_process(*arguments: str, code: int = 0) -> Result:
+    """Be a `Run` without a process of its own."""
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == code, f"smpkit {arguments}: {done.exit_code}\n{done.output}\n{done.exception!r}"
+    return done
+
+
+class Client(ABC):
+    """Somebody who calls `smpkit`, looks at jobs and waits for something."""
+
+    @abstractmethod
+    def run(self, *arguments: str, code: int = 0) -> Any:
+        """Be a `Run`."""
+
+    @abstractmethod
+    def told(self) -> str:
+        """What there is to know after a failure."""
+
+    def status(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.run("status", name, "--json").stdout)
+        return found
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}\n{self.told()}"
+            time.sleep(0.05)
 
 
 def a_job_that_succeeds(run: Run, name: str, hosts: tuple[str, str], rank: int = 1) -> None:

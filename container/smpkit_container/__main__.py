@@ -50,11 +50,7 @@ _OURS = (
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str], *, stopped_code: int = 0) -> int:
-    """Run the job that the platform describes; return the exit code.
-
-    Args:
-        stopped_code: the exit code of a job of this machine alone whose ranks ended well because they were asked to.
-    """
+    """Run the job that the platform describes; return the exit code, `stopped_code` as in `launch`."""
     before, extra = _split(arguments)
     if before not in ([], ["train"]):
         return _become(arguments)
@@ -64,7 +60,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str], *, stopped_code: 
 
 
 def _train_scheduled(environ: Mapping[str, str], extra: Sequence[str]) -> int:
-    """Run the part of one host among those that a scheduler has started; return the exit code."""
+    """Run the part of one host among those that a scheduler has started."""
     base = base_folder(environ)
     try:
         environ = lay_out(environ)
@@ -82,12 +78,7 @@ def _train_scheduled(environ: Mapping[str, str], extra: Sequence[str]) -> int:
 
 
 def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: int = 0, lost_code: int = 1) -> int:
-    """Run the job described below the base folder. This is the program's only error boundary.
-
-    Args:
-        stopped_code: the exit code if all ranks ended well because they were asked to.
-        lost_code: the exit code if the ranks ended because another host was lost.
-    """
+    """Run the job described below the base folder. This is the program's only error boundary."""
     if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
         _die_with_parent()
     base = base_folder(environ)

@@ -22,14 +22,7 @@ _MIN_TOKEN_BYTES = 16
 
 
 def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
-    """Download an object of S3 to a file.
-
-    Args:
-        what: for the message, such as `the source archive`.
-
-    Raises:
-        LaunchError: it cannot be downloaded.
-    """
+    """Download an object of S3 to a file; `what` names it in errors, such as `the source archive`."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -42,11 +35,6 @@ def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
 
 
 def put(path: Path, uri: str, region: str | None = None) -> None:
-    """Upload a file to S3.
-
-    Raises:
-        LaunchError: it cannot be uploaded.
-    """
     import boto3
     from boto3.exceptions import Boto3Error
     from botocore.config import Config
@@ -72,9 +60,6 @@ def job_token(environment: Environment) -> bytes:
     whoever may describe the job reads its hyperparameters and variables. One host needs no agreement: its token is
     random. Jobs of AWS's own SDKs bring none: theirs is a digest of the job's configuration, which keeps out whoever
     reaches a port and cannot describe the job.
-
-    Raises:
-        LaunchError: the file cannot be read, or is too short to be a secret.
     """
     hosts = sorted(environment.resources.hosts)
     if len(hosts) == 1:
@@ -109,9 +94,7 @@ def digest(token: bytes, *words: object) -> str:
 def secret_variables(environment: Environment) -> dict[str, str]:
     """Return the variables whose values are entries of Secrets Manager, so that they are in no request and no log.
 
-    Raises:
-        ConfigError: the hyperparameter is not of this form.
-        LaunchError: an entry cannot be read, or is no text; the message names the entry and never its value.
+    Errors name the entry and never its value.
     """
     wanted = environment.framework.get(SECRETS) or {}
     if not isinstance(wanted, dict) or not all(isinstance(place, dict) for place in wanted.values()):

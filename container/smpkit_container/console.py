@@ -131,7 +131,7 @@ class Console:
         """Keep lines in the folder of a run, too: a file for each rank, and one of everything as it was shown.
 
         Args:
-            host: of another host than the first, to name its file of everything after it.
+            host: goes into the name of the file of everything; empty on the first host.
         """
         self._logs = run / LOGS
         self._merged_log = f"launcher-{host}" if host else "launcher"

@@ -19,8 +19,7 @@ AfterError = Callable[[BaseException], None]
 def install(environ: Mapping[str, str]) -> AfterError | None:
     """Let `breakpoint()` open the debugger if this rank is the one, and do nothing on others.
 
-    Returns:
-        What is to be called with an exception that nobody catches; None on other ranks.
+    Return what is to be called with an exception that nobody catches; None on other ranks.
     """
     rank, _, terminal = environ.get("SMPKIT_PDB", "").partition(":")
     if not terminal:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.wire import INSTANCE_GROUPS
+from smpkit.config.wire import HOMOGENEOUS, INSTANCE_GROUPS
 from smpkit.errors import ConfigError, Problem
 
 DEFAULT_BASE = Path("/opt/ml")
@@ -49,7 +49,7 @@ class Resources:
     hosts: tuple[str, ...] = ("algo-1",)
     current_host: str = "algo-1"
     instance_type: str = "local"
-    group_name: str = "homogeneousCluster"
+    group_name: str = HOMOGENEOUS
     groups: tuple[Mapping[str, Any], ...] = ()
     interface: str = ""
     address: str = ""
@@ -94,7 +94,7 @@ class Environment:
             hosts: what a scheduler says in place of `resourceconfig.json`.
 
         Raises:
-            ConfigError: one or more of the files cannot be understood; lists all problems.
+            ConfigError: with all problems of the files.
         """
         folders = Folders(base)
         problems: list[Problem] = []

@@ -63,7 +63,6 @@ def explain(
 
     Args:
         code: the script's folder; frames in it are the user's.
-        news: of another host that failed.
         checkpoints: the folder in which `smp.save_checkpoint` keeps the name of the newest one.
         lost_code: the exit code if another host was lost.
     """

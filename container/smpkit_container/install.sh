@@ -23,38 +23,37 @@ has_headers() {
 }
 
 install_system() {
+  if has apt-get; then
+    ssh=openssh-client mpi=openmpi-bin compiler=g++ headers=python3-dev
+  elif has dnf; then
+    ssh=openssh-clients mpi=openmpi compiler=gcc-c++ headers=python3-devel
+  else
+    echo "error: the base image has neither apt-get nor dnf" >&2
+    exit 1
+  fi
   missing=""
   need() { has "$1" || missing="$missing $2"; }
+  need python3 python3; need ssh $ssh; need mpirun $mpi
+  [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
+  python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
+  if compiles; then
+    need g++ $compiler
+    has_headers || missing="$missing $headers"
+  fi
   if has apt-get; then
-    need python3 python3; need ssh openssh-client; need mpirun openmpi-bin
-    [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
     [ -s /etc/ssl/certs/ca-certificates.crt ] || missing="$missing ca-certificates"
-    python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
-    if compiles; then
-      need g++ g++
-      has_headers || missing="$missing python3-dev"
-    fi
     if [ -n "$missing" ]; then
       apt-get update
       DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing
       rm -rf /var/lib/apt/lists/*
     fi
-  elif has dnf; then
-    need python3 python3; need ssh openssh-clients; need mpirun openmpi; need ssh-keygen openssh
-    [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
-    python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
-    if compiles; then
-      need g++ gcc-c++
-      has_headers || missing="$missing python3-devel"
-    fi
+  else
+    need ssh-keygen openssh
     if [ -n "$missing" ]; then
       dnf install -y $missing
       dnf clean all
     fi
     if ! has mpirun && [ -x /usr/lib64/openmpi/bin/mpirun ]; then ln -s /usr/lib64/openmpi/bin/mpirun /usr/local/bin/; fi
-  else
-    echo "error: the base image has neither apt-get nor dnf" >&2
-    exit 1
   fi
   # Host keys that the package made are the same in every container of the image: jobs make their own.
   rm -f /etc/ssh/ssh_host_*

@@ -51,9 +51,6 @@ def launch(
     That is the script's own: of the first failing rank, 128 + n if signal n killed it. After SIGTERM it is
     `stopped_code` if every rank ended with 0; after Ctrl-C it is always 130; `lost_code` if another host was lost. A
     failure is reported on stderr and in `output/failure`.
-
-    Raises:
-        SmpkitError: the job cannot be started as described.
     """
     job = _Launch(environment, environ, console)
     outcome, news = job.run(extra)
@@ -246,11 +243,7 @@ def gpu_notice(environment: Environment, topology: Topology, environ: Mapping[st
 
 
 def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
-    """Return how long to wait; `SMPKIT_GRACE_SECONDS`, `..._SETTLE_...` and `..._START_...` override the defaults.
-
-    Raises:
-        ConfigError: one of them is not a number of seconds.
-    """
+    """Return how long to wait; `SMPKIT_GRACE_SECONDS`, `..._SETTLE_...` and `..._START_...` override the defaults."""
     seconds: dict[str, float] = {}
     problems = []
     for name in ("grace", "settle", "start"):

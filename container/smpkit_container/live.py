@@ -60,7 +60,7 @@ def line_of(ranks: Sequence[int], num_started: int, known: Mapping[int, RankStat
     """Return the line; its figures are measured by the ranks, as those of the block at the end of the run.
 
     Args:
-        known: pages by rank, of those that have one, so have called `smp.init`.
+        known: the pages of the ranks that have called `smp.init`.
     """
     num_ranks, after = len(ranks), f" ({duration(elapsed)})"
     if num_started < num_ranks:

@@ -67,16 +67,12 @@ def mpirun_command(
     exported: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return the mpirun command, which starts the ranks of all hosts.
+    """Return the mpirun command, which starts `program` for all ranks of all hosts.
 
     Args:
-        mpirun: path of the program.
-        custom_options: the user's `custom_mpi_options`; see `mpi_options`.
+        custom_options: the user's `custom_mpi_options`; see `smpkit.config.mpi_options`.
         exported: names of variables that ranks on other hosts must see too.
-        environ: the environment in which the user may have set MCA parameters.
-
-    Raises:
-        ConfigError: the custom options are not valid.
+        environ: where the user may have set MCA parameters.
     """
     # On one host its name need not resolve, and mpirun must not try to reach it by ssh.
     hosts = ["localhost"] if topology.single_host else topology.hosts
@@ -88,11 +84,7 @@ def mpirun_command(
 
 
 def find_mpirun(path: str | None = None, beside: Path | None = None) -> str:
-    """Return Open MPI's mpirun from `path` (PATH's form), or from beside the Python interpreter, where pip puts it.
-
-    Raises:
-        LaunchError: there is none, or it belongs to another MPI.
-    """
+    """Return Open MPI's mpirun from `path` (PATH's form), or from beside the Python interpreter, where pip puts it."""
     beside = beside or Path(sys.executable).parent
     mpirun = shutil.which("mpirun", path=path) or shutil.which("mpirun", path=str(beside))
     if not mpirun:
@@ -136,10 +128,8 @@ class Ssh:
 
     Args:
         folder: an empty one that only this user can read.
-        port: where the servers listen.
-
-    Raises:
-        LaunchError: ssh is not installed or does not work.
+        place: the folder where this host's launcher listens.
+        port: where the ssh servers of all hosts listen.
     """
 
     def __init__(self, folder: Path, place: Path, port: int) -> None:
@@ -154,11 +144,10 @@ class Ssh:
         """What other hosts must know of this one: its key, and the folder where its launcher listens."""
 
     def server(self, peers: Peers) -> tuple[tuple[str, ...], Path]:
-        """Make ready what lets the first host's mpirun in, and nobody else.
+        """Prepare the ssh server that lets the first host's mpirun in, and nobody else, and return its command.
 
-        Returns:
-            The command of the server; and the folder where the first host's launcher listens, made here, too, since
-            mpirun gives all stand-ins the same environment.
+        Also return the folder where the first host's launcher listens. It is made here, too, since mpirun gives all
+        stand-ins the same environment.
         """
         if _runs_as_root():
             Path("/run/sshd").mkdir(mode=0o755, parents=True, exist_ok=True)  # sshd runs in it until the login

@@ -145,16 +145,10 @@ class Peers:
 
 @contextlib.contextmanager
 def meet(topology: Topology, facts: Facts, seconds: float, port: int, token: bytes) -> Iterator[Peers]:
-    """Wait until all hosts of the job have come, exchange `facts`, and stay connected.
+    """Wait until all hosts of the job have come, for `seconds` at most; exchange `facts`, and stay connected.
 
-    An error that ends the block is told to the other hosts.
-
-    Args:
-        port: where the first host listens.
-        token: the job's; whoever does not know it is no host of the job.
-
-    Raises:
-        LaunchError: a host did not come within `seconds`.
+    The first host listens at `port`. Whoever does not know the `token` is no host of the job. An error that ends the
+    block is told to the other hosts.
     """
     facts = {**facts, "name": topology.host}
     find = _receive if topology.node_rank == 0 else _join

@@ -37,7 +37,7 @@ _LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def main(program: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Run the script; returns or raises SystemExit as the script would."""
+    """Run the script; return or raise SystemExit as the script would."""
     link = environ.pop(LINK, None)  # not for the script: a launcher it starts has ranks of its own
     if link is None:
         raise SystemExit(f"{LINK} is not set: this program is started by `python -m smpkit_container`")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.config import scheduled as names
+from smpkit.config.wire import HOMOGENEOUS
 from smpkit.config.words import plain
 from smpkit.errors import LaunchError
 from smpkit_container.aws import fetch, put
@@ -27,9 +28,6 @@ def described_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what `resourceconfig.json` would say; empty if no variable tells of hosts.
 
     Beside the file's own keys there are `first_address`, where the first host is reached, and `port`.
-
-    Raises:
-        LaunchError: nobody told which host this is.
     """
     hosts = environ.get(names.HOSTS, "").split()
     if not hosts:
@@ -39,11 +37,11 @@ def described_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
         hint = "start this with `srun`, in a pod of an Indexed Job, or on a node of AWS Batch"
         raise LaunchError(f"none of {', '.join(_INDEX)} is the number of one of {len(hosts)} hosts", hint=hint)
     machine = environ.get(names.MACHINE) or "local"
-    group = {"instance_group_name": "homogeneousCluster", "instance_type": machine, "hosts": hosts}
+    group = {"instance_group_name": HOMOGENEOUS, "instance_type": machine, "hosts": hosts}
     return {
         "current_host": hosts[int(index)],
         "current_instance_type": machine,
-        "current_group_name": "homogeneousCluster",
+        "current_group_name": HOMOGENEOUS,
         "hosts": hosts,
         "instance_groups": [group],
         "network_interface_name": environ.get(names.INTERFACE) or "",
@@ -54,27 +52,23 @@ def described_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def lay_out(environ: Mapping[str, str]) -> dict[str, str]:
-    """Make what the launcher reads below its base folder; return its variables, with those of the job's file.
-
-    Raises:
-        LaunchError: a file cannot be read or fetched, or nobody told which host this is.
-    """
-    told = dict(environ)
+    """Make what the launcher reads below its base folder; return its variables, with those of the job's file."""
+    variables = dict(environ)
     if environ.get(names.VARIABLES):
-        told |= _variables(Path(environ[names.VARIABLES]))
-    host = described_hosts(told)["current_host"]
-    base = Path(told["SMPKIT_BASE_DIR"].replace("{host}", host))
+        variables |= _variables(Path(environ[names.VARIABLES]))
+    host = described_hosts(variables)["current_host"]
+    base = Path(variables["SMPKIT_BASE_DIR"].replace("{host}", host))
     (base / "output").mkdir(parents=True, exist_ok=True)
     (base / "output" / "failure").unlink(missing_ok=True)  # of the attempt before
-    for part, place in json.loads(told.get(names.PLACES) or "{}").items():
+    for part, place in json.loads(variables.get(names.PLACES) or "{}").items():
         _link(base / part, Path(place), is_result=not part.startswith("input"))
-    if told.get(names.CONFIG):
+    if variables.get(names.CONFIG):
         config = base / "input" / "config"
         config.mkdir(parents=True, exist_ok=True)
         for name in _CONFIG:
-            uri = f"{told[names.CONFIG]}/{name}"
-            fetch(uri, config / name, "the description of the job", told.get("AWS_REGION"))
-    return {**told, "SMPKIT_BASE_DIR": str(base)}
+            uri = f"{variables[names.CONFIG]}/{name}"
+            fetch(uri, config / name, "the description of the job", variables.get("AWS_REGION"))
+    return {**variables, "SMPKIT_BASE_DIR": str(base)}
 
 
 def _variables(path: Path) -> dict[str, str]:

@@ -19,11 +19,7 @@ _PIP_SECONDS = 1800
 
 
 def fetch_source(environment: Environment) -> None:
-    """Unpack the submitted archive into `/opt/ml/code`, downloaded if need be, unless there are files already.
-
-    Raises:
-        LaunchError: the archive cannot be downloaded or must not be unpacked.
-    """
+    """Unpack the submitted archive into `/opt/ml/code`, downloaded if need be, unless there are files already."""
     submitted = str(environment.framework.get("sagemaker_submit_directory") or "")
     code = environment.folders.code
     if code.is_dir() and any(code.iterdir()):
@@ -39,11 +35,7 @@ def fetch_source(environment: Environment) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a tar archive into `folder`, files and folders only and never beside it.
-
-    Raises:
-        LaunchError: it is damaged, too large, or holds a link, a device or a path that leads out of `folder`.
-    """
+    """Unpack a tar archive into `folder`, files and folders only and never beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(archive, "r:gz") as tar:
@@ -65,11 +57,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def install_requirements(code: Path) -> None:
-    """Install the `requirements.txt` of the source code, if it has one, as AWS's images do.
-
-    Raises:
-        LaunchError: pip failed; its last lines are in the message.
-    """
+    """Install the `requirements.txt` of the source code, if it has one, as AWS's images do."""
     requirements = code / "requirements.txt"
     if not requirements.is_file():
         return

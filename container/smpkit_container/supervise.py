@@ -198,7 +198,7 @@ class _Rank:
                 (os.killpg if number == signal.SIGKILL else os.kill)(self.process.pid, number)
 
     def reap(self) -> bool:
-        """Note the end of the process; return whether it has ended."""
+        """Note how the process ended; return False if it still runs."""
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
         if not pid:
             return False
@@ -226,7 +226,6 @@ class _Rank:
         os.close(self._life_line)
 
     def end(self) -> RankEnd:
-        """Return the whole story of the rank."""
         report = self.notes["report"]
         return RankEnd(
             rank=self.number,
@@ -247,8 +246,8 @@ class Host:
     Args:
         ranks: their numbers.
         program: the script that every rank runs, and its arguments.
-        folder: the working folder of the ranks.
-        environ_of: the environment of a rank, from its number and what mpirun has set for it.
+        folder: where ranks work.
+        environ_of: returns the environment of a rank, from its number and what mpirun has set for it.
         place: an empty folder for the socket and the ranks' status pages, such as `meeting_place` makes.
         starter: what starts stand-ins; None: ranks are started without any.
         peers: the other hosts of the job; if one of them fails or is lost, the run ends here, too.
@@ -284,10 +283,8 @@ class Host:
     def run(self) -> Outcome:
         """Start the ranks, or what starts stand-ins for them, and see all to their end.
 
-        Must be called in the main thread, because it handles SIGTERM, SIGINT, SIGHUP and SIGCHLD meanwhile.
-
-        Raises:
-            OSError: a rank or `starter` could not be started.
+        Must be called in the main thread, because it handles SIGTERM, SIGINT, SIGHUP and SIGCHLD meanwhile. Raises
+        OSError if a rank or `starter` cannot be started.
         """
         with _signals() as woken, socket.socket(socket.AF_UNIX) as listener, contextlib.closing(self):
             self._watch(woken, partial(self._read_signals, woken))
@@ -522,7 +519,6 @@ class Host:
         return bool(data)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Let a stand-in in."""
         connection, _ = listener.accept()
         connection.setblocking(False)
         self._stand_ins[connection] = b""

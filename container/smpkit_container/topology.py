@@ -59,12 +59,7 @@ class Topology:
 
 
 def read_topology(environment: Environment) -> Topology:
-    """Derive the topology; hosts keep the order given (the platform sorts them as text: algo-1, algo-10, algo-2).
-
-    Raises:
-        ConfigError: a number of processes or the port is not a whole number in its range; the switch for MPI is not a
-            boolean.
-    """
+    """Derive the topology; hosts keep the order given (the platform sorts them as text: algo-1, algo-10, algo-2)."""
     resources = environment.resources
     launcher: Launcher = "shell" if environment.script.endswith(".sh") else "torchrun"
     if launcher == "shell":
@@ -113,7 +108,7 @@ def _processes_per_host(environment: Environment, launcher: Launcher) -> int:
 
 
 def _degree_product(parameters: Mapping[str, Any]) -> int:
-    """Return the fewest ranks that the configuration can run on: pipeline degree × tensor degree."""
+    """Return the fewest ranks on which the configuration can run: pipeline degree × tensor degree."""
     degrees = {
         "pipeline_parallel_degree": parameters.get("pipeline_parallel_degree", parameters.get("partitions")),
         "tensor_parallel_degree": parameters.get("tensor_parallel_degree"),

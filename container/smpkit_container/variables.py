@@ -36,12 +36,7 @@ def platform_variables(environment: Environment, topology: Topology, arguments: 
 
 
 def process_variables(
-    environ: Mapping[str, str],
-    topology: Topology,
-    num_cpus: int,
-    platform: str = sys.platform,
-    *,
-    has_efa: bool = False,
+    environ: Mapping[str, str], topology: Topology, num_cpus: int, *, has_efa: bool
 ) -> dict[str, str]:
     """Return what the ranks need beyond SM_*; whatever the user has set in `environ` is left alone."""
     variables = {
@@ -52,7 +47,7 @@ def process_variables(
     if topology.launcher == "shell":  # nobody knows how many processes it starts
         del variables["OMP_NUM_THREADS"]
     interface = topology.interface
-    if topology.single_host and platform == "linux":
+    if topology.single_host and sys.platform == "linux":
         interface = "lo"  # else gloo looks the host name up, which fails in containers and on many laptops
     if interface:
         variables["GLOO_SOCKET_IFNAME"] = interface

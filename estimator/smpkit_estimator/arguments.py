@@ -43,11 +43,7 @@ _REFUSED: Mapping[str, str] = {
 def job_from_arguments(
     arguments: Mapping[str, Any], distribution: Any = None, mpi_options: Mapping[str, Any] | None = None
 ) -> JobConfig:
-    """Make a job of SDK v2's arguments; None means that an argument was not given.
-
-    Raises:
-        ConfigError: with all problems, each under the name of its argument.
-    """
+    """Make a job of SDK v2's arguments, of which None was not given; tell problems under the names of arguments."""
     known = {name: value for name, value in arguments.items() if value is not None}
     problems = list(_unknown(known))
     if mpi_options is not None and isinstance(distribution, Mapping) and "mpi" in distribution:
@@ -80,7 +76,6 @@ def _unknown(arguments: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _distribution(distribution: Any, mpi_options: Mapping[str, Any] | None) -> Any:
-    """Put `mpi_options` in."""
     if mpi_options is None or not (distribution is None or isinstance(distribution, Mapping)):
         return distribution
     return {**(distribution or {}), "mpi": mpi_options}
@@ -96,11 +91,7 @@ def _as_argument(problem: Problem) -> Problem:
 
 
 def experiment_from(config: Mapping[str, str]) -> Experiment:
-    """Read SDK v2's `experiment_config`.
-
-    Raises:
-        ConfigError: with all problems.
-    """
+    """Read SDK v2's `experiment_config`."""
     subject = "experiment_config"
     unknown = [name for name in config if name not in EXPERIMENT]
     if unknown:
@@ -182,11 +173,7 @@ def FileSystemInput(  # noqa: N802  SDK v2's name
 
 
 def channels(inputs: object) -> dict[str, Channel]:
-    """Return the channels that `fit(inputs)` means: one URI or input is the channel `training`.
-
-    Raises:
-        ConfigError: an input is not one, or not in S3.
-    """
+    """Return the channels that `fit(inputs)` means: one URI or input is the channel `training`."""
     if inputs is None:
         return {}
     if not isinstance(inputs, Mapping):

@@ -33,7 +33,7 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.backend import Clock, Finding, tried
+from smpkit_estimator.backend import Clock, Finding
 from smpkit_estimator.sources import SMALLER, Packed, Sources, gib, pack
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
@@ -56,9 +56,6 @@ def open_session(profile: str | None = None, region: str | None = None) -> Sessi
     """Return a boto3 session with the user's own profile and region.
 
     Like the AWS CLI, and unlike boto3, it heeds AWS_REGION, before AWS_DEFAULT_REGION.
-
-    Raises:
-        UsageError: there is no such profile.
     """
     chosen = region or os.environ.get("AWS_REGION") or None
     try:
@@ -87,7 +84,6 @@ class Cloud:
 
     @property
     def region(self) -> str:
-        """The region of the session."""
         region: str | None = self._session.region_name
         if not region:
             raise CloudError("no AWS region is set", hint="set AWS_REGION, use `--region`, or `aws configure`")
@@ -100,13 +96,8 @@ class Cloud:
             self._identity = Identity(answer["Account"], answer["Arn"])
         return self._identity
 
-    def check(self, *, needed: bool = True) -> list[Finding]:
-        """Look at credentials and region; that they are missing is a problem only if they are `needed`."""
-
-        def look() -> Finding:
-            return Finding("credentials", "ok", f"credentials: {self.identity().arn}, {self.region}")
-
-        return [tried("credentials", look, needed=needed)]
+    def credentials(self) -> Finding:
+        return Finding("credentials", "ok", f"credentials: {self.identity().arn}, {self.region}")
 
     def role_arn(self, role: str) -> str:
         """Return the ARN of a role that is named by ARN or by name; a name is looked up."""
@@ -118,11 +109,7 @@ class Cloud:
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def ask(self, service: str, operation: str, doing: str, **arguments: Any) -> dict[str, Any]:
-        """Make a call that may be made twice.
-
-        Args:
-            doing: for errors, such as `cannot list jobs`.
-        """
+        """Make a call that may be made twice; its error begins with `doing`, such as `cannot list jobs`."""
         try:
             return self.call(service, operation, **arguments)
         except CloudProblem as error:
@@ -132,7 +119,7 @@ class Cloud:
         """Make a call that starts something, and is never made twice.
 
         Raises:
-            UnreachableError: it is not known whether the call took effect.
+            UnreachableError: the call may have taken effect or not.
         """
         try:
             return self.call(service, operation, retries=False, **arguments)
@@ -141,7 +128,6 @@ class Cloud:
             raise UnreachableError(problem.message) if is_in_doubt(error) else problem from None
 
     def pages(self, service: str, operation: str, key: str, doing: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Yield the items of all pages of an answer."""
         try:
             for page in self.client(service).get_paginator(operation).paginate(**arguments):
                 yield from page.get(key, ())
@@ -154,7 +140,6 @@ class Cloud:
         return answer
 
     def client(self, service: str, *, retries: bool = True) -> Any:
-        """Return boto3's client of a service."""
         if (service, retries) not in self._clients:
             config = Config(
                 connect_timeout=10,
@@ -201,10 +186,7 @@ class Cloud:
         """Pack and upload the sources of a job, unless they are in S3 or the same ones are there already.
 
         Args:
-            packed: what they were as the job was planned.
-
-        Raises:
-            ConfigError: they have changed since, or are too large for S3.
+            packed: what they were as the job was planned; sources that have changed since are refused.
         """
         if sources is None or self.object_exists(uri):
             return
@@ -219,7 +201,6 @@ class Cloud:
             self.upload(file, uri, kms_key)
 
     def delete(self, uri: str) -> None:
-        """Remove an object."""
         bucket, key = split_uri(uri)
         self.ask("s3", "delete_object", f"cannot delete {uri}", Bucket=bucket, Key=key)
 
@@ -253,7 +234,6 @@ class StandIns:
     notes: list[str] = field(default_factory=list)
 
     def get(self, ask: Callable[[], str], stand_in: str, what: str) -> str:
-        """Return what `ask` finds out, or `stand_in`."""
         try:
             return ask()
         except CloudError as error:
@@ -324,12 +304,7 @@ def is_in_doubt(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, doing: str, service: str) -> SmpkitError:
-    """Return the error to raise in place of one of boto3's.
-
-    Args:
-        doing: what was tried, such as `cannot start the job`.
-        service: boto3's name of the service, for the permission's name.
-    """
+    """Return the error to raise in place of one of boto3's; it begins with `doing`, such as `cannot start the job`."""
     if isinstance(error, ClientError):
         return _refusal(error, doing, service)
     text = " ".join(str(error).split()).rstrip(".")

@@ -70,7 +70,7 @@ class Backend(Protocol):
     def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
         """Return an iterator without end over what is new in a job's log, sorted by time; `[]` is nothing new.
 
-        One that has raised UnreachableError goes on where it was.
+        After UnreachableError it goes on where it was.
 
         Args:
             since: leave out what was logged before.
@@ -118,7 +118,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Access:
-    """What the user says about the way to a back end; each uses what it has a meaning for."""
+    """How to reach a back end, as far as the user says; each uses what means something to it."""
 
     profile: str | None = None
     """Of AWS; the context of a kubeconfig."""
@@ -139,7 +139,7 @@ class Query:
     limit: int = 20
 
     def of(self, jobs: Iterator[JobStatus], now: datetime) -> Iterator[JobStatus]:
-        """Yield those that are wanted of jobs which come newest first."""
+        """Yield the wanted ones of `jobs`, which come newest first."""
         count = 0
         for job in jobs:
             if self.since is not None and job.created < now - self.since:

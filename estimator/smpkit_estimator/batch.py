@@ -40,7 +40,7 @@ from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
-from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
+from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, failure_of
 
 _PLACE = "smpkit_place"
 """Parameter of the job: the S3 URI below which its files are."""
@@ -158,18 +158,11 @@ class AwsBatch:
     def list(self, query: Query) -> Iterator[JobStatus]:
         now = self.clock.now()
         since = round((now - (query.since or _OLDEST)).timestamp() * 1000)
-        jobs = self._listed(self._queues(), {"name": "AFTER_CREATED_AT", "values": [str(since)]})
-        yield from query.of(self._statuses(sorted(jobs, key=lambda job: int(job["createdAt"]), reverse=True), now), now)
-
-    def _statuses(self, jobs: Sequence[Object], now: datetime) -> Iterator[JobStatus]:
-        """Yield the states of listed jobs, of which Batch says only when asked that somebody stopped them."""
-        for first in range(0, len(jobs), _PAGE):
-            described = {
-                job["jobId"]: job for job in self._described([job["jobId"] for job in jobs[first : first + _PAGE]])
-            }
-            for job in jobs[first : first + _PAGE]:
-                if _PLACE in described.get(job["jobId"], {}).get("parameters", {}):
-                    yield status_of(described[job["jobId"]], [], now)
+        listed = self._listed(self._queues(), {"name": "AFTER_CREATED_AT", "values": [str(since)]})
+        newest_first = sorted(listed, key=lambda job: int(job["createdAt"]), reverse=True)
+        # Of jobs in a list Batch does not say that somebody stopped them.
+        described = self._described([job["jobId"] for job in newest_first])
+        yield from query.of((status_of(job, [], now) for job in described if _is_ours(job)), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         kept = json.loads(self.cloud.read(f"{_place(self._job(name))}/job.json"))
@@ -181,10 +174,10 @@ class AwsBatch:
         return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
-        reached = self.cloud.check(needed=job is not None)
-        if job is None or any(finding.state != "ok" for finding in reached):
-            return reached
-        return [*reached, tried("queue", lambda: self._queue(job.backend.batch.queue))]
+        reached = tried("credentials", self.cloud.credentials, needed=job is not None)
+        if job is None or reached.state != "ok":
+            return [reached]
+        return [reached, tried("queue", lambda: self._queue(job.backend.batch.queue))]
 
     def _queue(self, queue: str | None) -> Finding:
         if queue is None:
@@ -209,18 +202,14 @@ class AwsBatch:
     # ---- jobs and their places ---------------------------------------------------------------------------------------
 
     def _job(self, name: str) -> Object:
-        """Return what Batch knows of a job, which it forgets some days after the end.
-
-        Raises:
-            UsageError: there is no such job.
-        """
-        job = self._find(name, self._queues())
-        described = self._described([job["jobId"]]) if job is not None else []
-        if not described or _PLACE not in described[0].get("parameters", {}):
+        """Return what Batch knows of a job, which it forgets some days after the end."""
+        listed = self._find(name, self._queues())
+        job = next(self._described([listed["jobId"]]), None) if listed is not None else None
+        if job is None or not _is_ours(job):
             message = f"there is no job `{name}` in {self.cloud.region}"
             hint = "`smpkit jobs` lists them, for at least seven days after their end; `--region` looks elsewhere"
             raise UsageError(message, hint=hint)
-        return described[0]
+        return job
 
     def _find(self, name: str, queues: Iterable[str]) -> Object | None:
         jobs = self._listed(queues, {"name": "JOB_NAME", "values": [name]})
@@ -237,10 +226,13 @@ class AwsBatch:
             doing = "cannot look up jobs"
             yield from self.cloud.pages("batch", "list_jobs", "jobSummaryList", doing, jobQueue=queue, filters=[wanted])
 
-    def _described(self, ids: Sequence[str]) -> Sequence[Object]:
-        answer = self.cloud.ask("batch", "describe_jobs", "cannot look up jobs", jobs=ids)
-        jobs: Sequence[Object] = answer["jobs"]
-        return jobs
+    def _described(self, ids: Sequence[str]) -> Iterator[Object]:
+        """Yield all that Batch says of jobs, in the order of their ids."""
+        for first in range(0, len(ids), _PAGE):
+            page = ids[first : first + _PAGE]
+            answer = self.cloud.ask("batch", "describe_jobs", "cannot look up jobs", jobs=page)
+            jobs = {job["jobId"]: job for job in answer["jobs"]}
+            yield from (jobs[job_id] for job_id in page if job_id in jobs)
 
     def _failures(self, place: str) -> Sequence[tuple[datetime, str]]:
         folder = f"{place}/failures/"
@@ -251,25 +243,23 @@ class AwsBatch:
 
 
 def open_batch(access: Access) -> AwsBatch:
-    """Open it with the user's own credentials."""
     return AwsBatch(open_session(access.profile, access.region))
 
 
 class _Hosts:
     """Tells which node writes a log stream, of any attempt."""
 
-    def __init__(self, job: Object, described: Callable[[Sequence[str]], Sequence[Object]]) -> None:
+    def __init__(self, job: Object, described: Callable[[Sequence[str]], Iterable[Object]]) -> None:
         self._nodes = [f"{job['jobId']}#{index}" for index in range(job["nodeProperties"]["numNodes"])]
         self._described = described
         self._known: dict[str, str] = {}
 
     def __call__(self, stream: str) -> str:
         if stream not in self._known:
-            for first in range(0, len(self._nodes), _PAGE):
-                for node in self._described(self._nodes[first : first + _PAGE]):
-                    for part in (node, *node.get("attempts", ())):
-                        name = part.get("container", {}).get("logStreamName")
-                        self._known[name] = f"node-{node['jobId'].rpartition('#')[2]}"
+            for node in self._described(self._nodes):
+                for part in (node, *node.get("attempts", ())):
+                    name = part.get("container", {}).get("logStreamName")
+                    self._known[name] = f"node-{node['jobId'].rpartition('#')[2]}"
         return self._known.get(stream, "node-?")
 
 
@@ -292,9 +282,7 @@ def _plan(
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
     count = job.compute.instance_count
-    files = scheduled.config_files(
-        job, name, archive, ranks_per_host=job.distribution.processes_per_host, region=region
-    )
+    files = scheduled.config_files(job, name, archive, region=region)
     hidden: dict[str, bytes] = {}
     if count > 1:
         files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{place}/token")
@@ -359,15 +347,14 @@ def _notes(job: JobConfig) -> Iterator[str]:
 
 
 def _definition(job: JobConfig, name: str, region: str, place: str) -> dict[str, Any]:
-    """Return the request of `RegisterJobDefinition`.
-
-    Args:
-        place: S3 URI below which the job's own files are.
-    """
+    """Return the request of `RegisterJobDefinition`; `place` is the S3 URI below which the job's own files are."""
     options, count = job.backend.batch, job.compute.instance_count
-    nodes: dict[str, Any] = {"targetNodes": f"0:{count - 1}", "container": _container_of(job, name, region, place)}
-    if options.instance_type is not None:
-        nodes["instanceTypes"] = [options.instance_type]
+    limit = scheduled.limit_of(job)
+    nodes = {
+        "targetNodes": f"0:{count - 1}",
+        "container": _container_of(job, name, region, place),
+        "instanceTypes": [options.instance_type] if options.instance_type is not None else None,
+    }
     body: dict[str, Any] = {
         "jobDefinitionName": name,
         "type": "multinode",
@@ -385,23 +372,20 @@ def _definition(job: JobConfig, name: str, region: str, place: str) -> dict[str,
         },
         "propagateTags": True,
         "tags": {"smpkit": "job", **job.tags},
+        "timeout": {"attemptDurationSeconds": max(_SHORTEST_LIMIT, limit)} if limit is not None else None,
     }
-    limit = scheduled.limit_of(job)
-    if limit is not None:
-        body["timeout"] = {"attemptDurationSeconds": max(_SHORTEST_LIMIT, limit)}
-    return body
+    return scheduled.without_none(body)
 
 
 def _submission(job: JobConfig, name: str) -> dict[str, Any]:
     """Return the request of `SubmitJob`, but for the definition's revision."""
     options = job.backend.batch
     more = {"shareIdentifier": options.share, "schedulingPriorityOverride": options.priority}
-    body = {"jobName": name, "jobQueue": options.queue, "jobDefinition": name, **more}
-    return {**{key: value for key, value in body.items() if value is not None}, "tags": {"smpkit": "job"}}
+    body = {"jobName": name, "jobQueue": options.queue, "jobDefinition": name, **more, "tags": {"smpkit": "job"}}
+    return scheduled.without_none(body)
 
 
 def _shown_definition(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request of `RegisterJobDefinition` without secrets."""
     shown: dict[str, Any] = json.loads(json.dumps(body))
     for variable in shown["nodeProperties"]["nodeRangeProperties"][0]["container"]["environment"]:
         variable["value"] = masked(variable["name"], variable["value"])
@@ -431,7 +415,8 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
         names.MESSAGE: f"{place}/failures",
         "AWS_REGION": region,
     }
-    container: dict[str, Any] = {
+    logs = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
+    return {
         "image": job.image,
         "command": ["train"],  # behind the image's entry point
         "environment": [{"name": key, "value": value} for key, value in variables.items()],
@@ -439,19 +424,16 @@ def _container_of(job: JobConfig, name: str, region: str, place: str) -> dict[st
         "linuxParameters": _linux(options),
         "jobRoleArn": options.role or job.role,
         "privileged": options.privileged,
-    }
-    if options.efa:  # it registers memory
-        container["ulimits"] = [{"name": "memlock", "hardLimit": -1, "softLimit": -1}]
-    if options.volumes:
-        container["volumes"] = [_volume(index, volume) for index, volume in enumerate(options.volumes)]
-        container["mountPoints"] = [
+        # EFA registers memory.
+        "ulimits": [{"name": "memlock", "hardLimit": -1, "softLimit": -1}] if options.efa else None,
+        "volumes": [_volume(index, volume) for index, volume in enumerate(options.volumes)] or None,
+        "mountPoints": [
             {"sourceVolume": f"volume-{index}", "containerPath": volume.mount, "readOnly": volume.read_only}
             for index, volume in enumerate(options.volumes)
         ]
-    if options.log_group != _DEFAULT_GROUP:
-        prefix = {"awslogs-group": options.log_group, "awslogs-stream-prefix": name}
-        container["logConfiguration"] = {"logDriver": "awslogs", "options": prefix}
-    return container
+        or None,
+        "logConfiguration": {"logDriver": "awslogs", "options": logs} if options.log_group != _DEFAULT_GROUP else None,
+    }
 
 
 def _linux(options: Batch) -> Mapping[str, Any]:
@@ -459,7 +441,7 @@ def _linux(options: Batch) -> Mapping[str, Any]:
     rights = ["READ", "WRITE", "MKNOD"]
     paths = [f"/dev/infiniband/uverbs{index}" for index in range(options.efa)]
     devices = [{"hostPath": path, "containerPath": path, "permissions": rights} for path in paths]
-    return {"sharedMemorySize": shared, **({"devices": devices} if devices else {})}
+    return {"sharedMemorySize": shared, "devices": devices or None}
 
 
 def _volume(index: int, volume: BatchVolume) -> dict[str, Any]:
@@ -473,12 +455,7 @@ def _volume(index: int, volume: BatchVolume) -> dict[str, Any]:
 
 
 def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: datetime) -> JobStatus:
-    """Return the state of a job.
-
-    Args:
-        job: as `DescribeJobs` has it.
-        failures: what the launchers of its hosts left, each with the time.
-    """
+    """Return the state of a job that `DescribeJobs` describes; `failures` is what its launchers left, and when."""
     status, phase = _state(job)
     over = status in FINAL
     created = _time(job.get("createdAt")) or now
@@ -507,7 +484,6 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
 
 
 def _state(job: Object) -> tuple[str, str]:
-    """Return status and phase of a job."""
     ended = bool(job.get("isTerminated") or job.get("isCancelled"))
     state = job["status"]
     if state == "SUCCEEDED":
@@ -528,18 +504,19 @@ def _attempts(job: Object, current: datetime | None) -> Iterator[Phase]:
 
 
 def _failure(job: Object, failures: Sequence[tuple[datetime, str]]) -> JobFailure:
-    """Return why a job failed: what the host of the first failing rank left, else another, else Batch's words."""
-    words = blamed(failures)
-    if words is not None:
-        return read_reason(words)
     container = job.get("container", {})
     code = f", exit code: {container['exitCode']}" if "exitCode" in container else ""
-    return read_reason(f"{container.get('reason') or job.get('statusReason') or 'Batch does not say why'}{code}")
+    words = container.get("reason") or job.get("statusReason") or "Batch does not say why"
+    return failure_of(failures, f"{words}{code}")
 
 
 def _container(job: Object) -> Object:
     container: Object = job["nodeProperties"]["nodeRangeProperties"][0]["container"]
     return container
+
+
+def _is_ours(job: Object) -> bool:
+    return _PLACE in job.get("parameters", {})
 
 
 def _place(job: Object) -> str:

@@ -41,11 +41,7 @@ def newest_in_folder(place: str, where: str) -> str | None:
     """Return the newest checkpoint in a folder that machines of a cluster mount.
 
     Args:
-        where: whose folder it is, such as `a volume of the cluster`.
-
-    Raises:
-        UnsupportedError: this machine does not mount it.
-        CloudError: it cannot be read.
+        where: whose folder it is, such as `a volume of the cluster`; this machine may not see it.
     """
     folder = Path(place)
     if not folder.is_dir():

@@ -40,22 +40,14 @@ _RUN = "/opt/ml/run"
 
 
 def check() -> None:
-    """Find out whether there is an engine before anything is made.
-
-    Raises:
-        LaunchError: Docker is not installed, or its engine does not answer.
-    """
+    """Find out whether there is an engine before anything is made."""
     if shutil.which("docker") is None:
         raise LaunchError("`docker` was not found", hint="install Docker, or run the job without `--docker`")
     docker("version", "--format", "{{.Server.Version}}", seconds=30, why="the Docker engine does not answer")
 
 
 def docker(*arguments: str, seconds: float = _COMMAND_SECONDS, why: str = "") -> str:
-    """Run one docker command and return what it printed.
-
-    Raises:
-        LaunchError: it failed or took longer than `seconds`; `why` comes before what it said.
-    """
+    """Run one docker command and return what it printed; an error says `why` before what it said."""
     try:
         done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -98,9 +90,6 @@ def run_in_docker(
         show: is given the output, line by line, from several threads but one at a time.
         interrupt_after: seconds after the first line of the script until the containers are stopped as if spot
             instances were taken away; new ones then go on with nothing but the checkpoints.
-
-    Raises:
-        LaunchError: there is no Docker, or the containers could not be started.
     """
     check()
     run = Containers(plan, image, folder.absolute(), arguments, show, gpus=gpus, events=events)
@@ -189,7 +178,6 @@ class Containers:
         return {host: process.returncode for host, process in processes.items()}
 
     def lay_out(self) -> None:
-        """Make the folders and files of every host."""
         if self._plan.dependencies and not self._code.exists():
             for path in (*self._plan.source.iterdir(), *self._plan.dependencies):
                 # Links would lead nowhere inside a container.
@@ -201,15 +189,8 @@ class Containers:
         for host, own in self.hosts.items():
             shutil.rmtree(own, ignore_errors=True)
             (own / "output").mkdir(parents=True)
-            files = platform_files(
-                self._plan,
-                self.name,
-                hosts=list(self.hosts),
-                host=host,
-                submit_directory=_CODE,
-                interface="eth0",
-                checkpoints="/opt/ml/checkpoints",
-            )
+            hosts = list(self.hosts)
+            files = platform_files(self._plan, self.name, hosts, host, submit_directory=_CODE, interface="eth0")
             write_files(own / "config", files)
 
     @property
@@ -256,14 +237,14 @@ class Containers:
     def _wait(
         self, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], interrupt_after: float | None
     ) -> None:
-        deadline, told = float("inf"), 0
+        deadline, num_handled = float("inf"), 0
         stops: list[subprocess.Popen[bytes]] = []
         while any(process.poll() is None for process in processes):
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
-            if len(received) > told:
-                told = len(received)
-                stops += self._tell("stop" if told == 1 else "kill")
+            if len(received) > num_handled:
+                num_handled = len(received)
+                stops += self._tell("stop" if num_handled == 1 else "kill")
             elif interrupt_after is not None and self._spoke_at is not None and now >= self._spoke_at + interrupt_after:
                 interrupt_after, self.interrupted = None, True
                 stops += self._tell("stop")

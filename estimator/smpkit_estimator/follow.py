@@ -37,7 +37,6 @@ class LogFilter:
     pattern: re.Pattern[str] | None = None
 
     def __call__(self, line: LogLine) -> bool:
-        """Tell whether a line is wanted."""
         return (
             (not self.ranks or line.rank in self.ranks)
             and (not self.hosts or line.host in self.hosts)
@@ -64,11 +63,7 @@ class Patience:
         self._error: UnreachableError | None = None
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer | None:
-        """Return an answer, or None after a pause in which there was none.
-
-        Raises:
-            UnreachableError: there has been none for too long.
-        """
+        """Return an answer, or None after a pause in which there was none; give up when there is none for too long."""
         try:
             answer = call()
         except UnreachableError as error:
@@ -107,9 +102,6 @@ def follow(
 
     After the job has ended, the log is read until two reads in a row return nothing, since CloudWatch delivers late and
     shared folders do, too.
-
-    Raises:
-        CloudError: the log cannot be read, or the back end could not be reached for too long.
     """
     patience, log = Patience(backend), backend.log(name, since=since, tail=tail)
     phase, quiet, quiet_limit, chosen = ("", 0), 0.0, _QUIET_SECONDS, 0
@@ -157,7 +149,6 @@ def _last_lines(backend: Backend, log: Iterator[list[LogLine]], name: str) -> It
 
 
 def _nothing(wanted: LogFilter, since: datetime | None, status: JobStatus) -> Notice:
-    """Say that there is no line, or that none passed the filters, and name them."""
     words = wanted.describe(since)
     if words:
         return Notice(f"the log has no line {words}" + ("" if status.over else f" yet; the job is {status.phase}"))

@@ -23,8 +23,7 @@ def hyperparameters(job: JobConfig, *, submit_directory: str, job_name: str, reg
 
     Args:
         submit_directory: where the launcher finds the sources: an S3 URI of an archive, or a folder of its machine.
-        job_name: the unique name of this run.
-        region: the cloud region; empty for a local run.
+        region: empty for a local run.
     """
     values: dict[str, Any] = {
         **job.hyperparameters,

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -51,10 +51,6 @@ def build_image(recipe: Recipe, tag: str | None = None) -> str:
 
     Args:
         tag: default: `smpkit:` with a hash of all that goes into it.
-
-    Raises:
-        UsageError: a file or folder of the recipe does not exist.
-        LaunchError: the build failed.
     """
     with tempfile.TemporaryDirectory(prefix="smpkit-image-") as folder:
         context = Path(folder)
@@ -106,14 +102,10 @@ def _fill(context: Path, recipe: Recipe) -> None:
 
 def _fingerprint(context: Path, recipe: Recipe) -> str:
     digest = hashlib.sha256(repr((recipe.base_image, recipe.torch, recipe.torch_options)).encode())
-    for path in sorted(_files(context)):
+    for path in sorted(path for path in context.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(context)}\n".encode())
         digest.update(path.read_bytes() if path.stat().st_size < 64 << 20 else str(path.stat().st_size).encode())
     return digest.hexdigest()[:12]
-
-
-def _files(folder: Path) -> Sequence[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def pack_wheel(folder: Path) -> Path:

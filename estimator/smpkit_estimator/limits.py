@@ -17,8 +17,7 @@ def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
     """Return all that the service would refuse in a request, each under its name in the job file, with a hint.
 
     Args:
-        body: the request.
-        shape: botocore's shape of it (see `sagemaker.request_shape`).
+        shape: botocore's shape of the request (`aws.request_shape`).
     """
     violations = ((place_of(path, body), message, hint) for path, message, hint in _violations((), body, shape))
     return [Problem(place, message, hint or hint_for(place)) for place, message, hint in violations]

@@ -76,28 +76,22 @@ class LocalRun:
         return self.exit_code == _INTERRUPTED
 
 
-def plan_local_run(
-    job: JobConfig,
-    folder: Path,
-    num_gpus: int = 0,
-    hosts: int | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> LocalPlan:
+def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int | None = None) -> LocalPlan:
     """Decide how `job` runs here; relative paths in it start at `folder`.
 
     Without `hosts`, several hosts become one with all their ranks; else each is a container. If the job does not say
     how many ranks a host has, there is one per GPU, or without GPUs as many as the degrees need. Results meant for S3
-    stay in a local folder, which a note says. Secrets are taken from `environ`; default: this process's.
+    stay in a local folder, which a note says. Secrets are taken from this process's environment.
 
     Raises:
-        ConfigError: sources, inputs or secrets are not on this machine, or the degrees do not fit; lists all problems.
+        ConfigError: with all problems.
     """
     problems: list[Problem] = []
     notes: list[str] = []
     source = _local_source(job, folder, problems)
     inputs = dict(local_inputs(job, folder, problems))
     dependencies = tuple(_local_dependencies(job, folder, problems))
-    secrets = dict(local_secrets(job, os.environ if environ is None else environ, problems))
+    secrets = dict(local_secrets(job, problems))
     ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
     problems += [problem.below("distribution") for problem in job.distribution.world_problems(ranks)]
     if ranks > _MAX_LOCAL_RANKS * (hosts or 1):
@@ -187,11 +181,11 @@ def local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Itera
             yield name, path.absolute()
 
 
-def local_secrets(job: JobConfig, environ: Mapping[str, str], problems: list[Problem]) -> Iterator[tuple[str, str]]:
+def local_secrets(job: JobConfig, problems: list[Problem]) -> Iterator[tuple[str, str]]:
     for name, secret in job.secrets.items():
         variable = secret.variable or name
-        if variable in environ:
-            yield name, environ[variable]
+        if variable in os.environ:
+            yield name, os.environ[variable]
         else:
             message = f"the variable {variable} is not set on this machine"
             hint = f"`read -rs {variable} && export {variable}`; nothing is asked of AWS for a local run"
@@ -211,10 +205,9 @@ def local_place(what: str, location: str | None, folder: Path, notes: list[str])
 
 
 def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events: bool = False) -> dict[str, str]:
-    """Make what the launcher reads in the folder of the run, and return its variables.
+    """Make what the launcher reads in the folder of the run, and return its variables: `environ` and the job's own.
 
     Args:
-        environ: variables, on top of which the job's own go.
         events: let every rank record every step; without it some of them, as far as that costs next to nothing.
     """
     folder = folder.absolute()
@@ -222,15 +215,7 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
     if plan.dependencies:
         for path in (*plan.source.iterdir(), *plan.dependencies):
             _link(folder / "code" / path.name, path)
-    files = platform_files(
-        plan,
-        folder.name,
-        hosts=[_HOST],
-        host=_HOST,
-        submit_directory=str(code),
-        interface="lo",
-        checkpoints=str(folder / CHECKPOINTS),
-    )
+    files = platform_files(plan, folder.name, [_HOST], _HOST, submit_directory=str(code), interface="lo")
     make_tree(folder, plan.places(folder), plan.inputs, files)
     variables = {**environ, **plan.job.variables, **plan.secrets}
     if plan.dependencies:
@@ -259,20 +244,12 @@ def make_tree(
 
 
 def platform_files(
-    plan: LocalPlan,
-    name: str,
-    *,
-    hosts: Sequence[str],
-    host: str,
-    submit_directory: str,
-    interface: str,
-    checkpoints: str,
+    plan: LocalPlan, name: str, hosts: Sequence[str], host: str, *, submit_directory: str, interface: str
 ) -> dict[str, Any]:
     """Return the contents of the files that one of the hosts sees below `input/config`, by name without `.json`.
 
     Args:
-        submit_directory: the path of the sources as the host sees it; likewise `checkpoints`.
-        interface: the network interface over which the hosts talk.
+        submit_directory: the path of the sources as the host sees it.
     """
     ranks = plan.ranks // len(hosts)
     group = {"instance_group_name": HOMOGENEOUS, "instance_type": "local", "hosts": list(hosts)}
@@ -286,12 +263,10 @@ def platform_files(
             "instance_groups": [group],
             "network_interface_name": interface,
         },
-        "checkpointconfig": {"LocalPath": checkpoints},
     }
 
 
 def write_files(config: Path, files: Mapping[str, Any]) -> None:
-    """Write the contents of such files."""
     config.mkdir(parents=True, exist_ok=True)
     for name, value in files.items():
         (config / f"{name}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
@@ -305,8 +280,7 @@ def _link(link: Path, target: Path) -> None:
 def collected(folder: Path, exit_code: int, seconds: float) -> LocalRun:
     """Sum up, and remove from the folder of the run what was only for the launcher, and places that stayed empty.
 
-    Args:
-        exit_code: of the launcher: `STOPPED` if all ranks ended well because they were asked to.
+    The launcher's exit code is `STOPPED` if all ranks ended well because they were asked to.
     """
     places = {part: (folder / part).resolve() for part in _RESULTS}
     written = {part: place if _has_files(place) else None for part, place in places.items()}

@@ -6,7 +6,6 @@ within gaps). Streams are listed page by page as well: there may be more than th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -15,7 +14,6 @@ from typing import Any
 from smpkit_estimator.aws import Cloud, CloudProblem, code_of, explained
 from smpkit_estimator.backend import LogLine, merged
 
-LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _MAX_EMPTY_PAGES = 10_000
 
 
@@ -32,8 +30,7 @@ class LogReader:
     Args:
         since: leave out what was logged before.
         tail: begin with so many of the last lines of each stream.
-        group: the log group.
-        host_of: tells the host by the whole name of a stream; default: as SageMaker names them.
+        host_of: tells the host by the whole name of a stream.
     """
 
     def __init__(
@@ -43,11 +40,10 @@ class LogReader:
         since: datetime | None = None,
         *,
         tail: int | None = None,
-        group: str = LOG_GROUP,
-        host_of: Callable[[str], str] | None = None,
+        group: str,
+        host_of: Callable[[str], str],
     ) -> None:
-        self._cloud = cloud
-        self._group, self._host_of = group, host_of
+        self._cloud, self._group, self._host_of = cloud, group, host_of
         self._prefix = f"{job_name}/"
         self._bounds: dict[str, Any] = {"startTime": round(since.timestamp() * 1000)} if since is not None else {}
         self._streams: dict[str, _Stream] = {}
@@ -56,7 +52,6 @@ class LogReader:
         self._tail = tail
 
     def read(self) -> list[LogLine]:
-        """Return what is new in all streams, sorted by time."""
         self._find_streams()
         if self._tail is not None:
             lines = [line for stream in self._streams.values() for line in self._backward(stream, self._tail)]
@@ -78,8 +73,7 @@ class LogReader:
             raise explained(error, "cannot list the job's log streams", "logs") from None
         for name in names:
             if name not in self._streams:
-                host = self._host_of(name) if self._host_of else _host(name.removeprefix(self._prefix))
-                self._streams[name] = _Stream(name, host)
+                self._streams[name] = _Stream(name, self._host_of(name))
 
     def _forward(self, stream: _Stream) -> None:
         empty = 0
@@ -130,8 +124,3 @@ def _lines(stream: _Stream, events: Iterable[dict[str, Any]]) -> list[LogLine]:
         )
         for event in events
     ]
-
-
-def _host(rest: str) -> str:
-    """Return the host of a stream's name: `algo-1-1700000000` is of `algo-1`."""
-    return re.sub(r"-\d+$", "", rest) if rest.count("-") > 1 else rest

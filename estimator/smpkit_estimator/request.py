@@ -60,8 +60,7 @@ def build_request(
     service asks for.
 
     Args:
-        name: the unique name of the job.
-        role: ARN of the role that SageMaker takes.
+        role: its ARN.
         output: S3 URI below which SageMaker puts the results.
         source: S3 URI of the packed sources.
         token: S3 URI of the file, called `TOKEN_NAME`, that only this job's hosts read, so that nobody else joins them;
@@ -103,11 +102,7 @@ def resumed_request(
     """Return the request of a job `name` like the described one: the same sources, image, data and checkpoints.
 
     Args:
-        tags: of the described job.
         changes: parts of `ResourceConfig` and `StoppingCondition` that are to be different.
-
-    Raises:
-        UsageError: another type or number of instances is asked for, and the job has instance groups.
     """
     old, shape = description["TrainingJobName"], request_shape(*_OPERATION)
     body: dict[str, Any] = _known(description, shape)
@@ -145,6 +140,11 @@ def _known(value: Any, shape: Any) -> Any:
 def over_limits(body: Mapping[str, Any]) -> list[Problem]:
     """Return all that the service would refuse in a request, each under its name in the job file, with a hint."""
     return preflight(body, request_shape(*_OPERATION))
+
+
+def hyperparameters_over_limits(sent: Mapping[str, str]) -> list[Problem]:
+    """Return what the service would refuse of the hyperparameters alone."""
+    return [problem for problem in over_limits({"HyperParameters": sent}) if problem.message != "is required"]
 
 
 def not_for_sagemaker(job: JobConfig) -> Iterator[Problem]:

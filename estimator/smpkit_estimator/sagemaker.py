@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from smpkit.config.job import JobConfig
-from smpkit.config.wire import MAX_UNPACKED_BYTES, TOKEN_NAME
+from smpkit.config.wire import HOMOGENEOUS, MAX_UNPACKED_BYTES, TOKEN_NAME
 from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UsageError
 from smpkit_estimator.aws import (
     Cloud,
@@ -53,9 +53,9 @@ from smpkit_estimator.request import (
     resumed_request,
 )
 from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
-from smpkit_estimator.status import JobStatus, machines_of
+from smpkit_estimator.status import FINAL, JobStatus, Machines, Phase, read_reason
 
-_SUBJECT = "job for SageMaker"
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _MAX_PAGE = 100
 _MAX_SKEW_SECONDS = 300
 """By how much this machine's clock and the service's may differ: AWS refuses calls of clocks that differ by more."""
@@ -81,10 +81,8 @@ class SageMaker:
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
     ) -> Plan:
-        """Decide everything about a job; relative paths start at `folder`.
-
-        Reads local files. Asks the cloud only for what the job does not say: the account, to name its default bucket,
-        and the ARN of a role that is given by name.
+        """Plan a job. Ask the cloud only for what it does not say: the account, which names the default bucket, and the
+        ARN of a role that is given by name.
         """
         name = name or unique_name(job.name, self.clock.now())
         problems = list(not_for_sagemaker(job))
@@ -98,7 +96,7 @@ class SageMaker:
         packed = pack(sources) if sources is not None else None
         if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
             message = f"has {gib(packed.num_bytes)} of files, and a job takes at most {gib(MAX_UNPACKED_BYTES)}"
-            raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject=_SUBJECT)
+            refuse([Problem(("source_dir",), message, SMALLER)], "SageMaker")
         unknown = StandIns(dry)
         region, role, output = self._whereabouts(job, unknown)
         code = (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
@@ -122,12 +120,6 @@ class SageMaker:
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
     def submit(self, plan: Plan) -> dict[str, Any]:
-        """Upload the sources, unless the same ones are there already, and start the job.
-
-        Raises:
-            ConfigError: the sources changed since the job was planned, or are too large for S3.
-            UnreachableError: it is not known whether the job was started; the hint says how to find out.
-        """
         sent: TrainingPlan = plan.payload
         self.cloud.upload_sources(sent.sources, sent.packed, str(sent.source), sent.kms_key)
         if sent.token is not None:
@@ -180,22 +172,17 @@ class SageMaker:
         tags = {tag["Key"]: tag["Value"] for tag in items}
         new_name = new_name or unique_name(base_name(name), self.clock.now())
         body = resumed_request(job, tags, new_name, changes or {})
-        problems = over_limits(body)
-        if problems:
+        if problems := over_limits(body):
             raise ConfigError(problems, subject="request")
         return _plan(TrainingPlan(body))
 
     # ---- jobs that exist -------------------------------------------------------------------------------------------
 
     def describe(self, name: str) -> JobStatus:
-        return JobStatus.read(self.details(name), self.clock.now())
+        return status_of(self.details(name), self.clock.now())
 
     def details(self, name: str) -> dict[str, Any]:
-        """Return what `DescribeTrainingJob` returns.
-
-        Raises:
-            UsageError: there is no such job, or none can have this name.
-        """
+        """Return what `DescribeTrainingJob` returns."""
         check_name(name)
         try:
             return self.cloud.call("sagemaker", "describe_training_job", TrainingJobName=name)
@@ -206,7 +193,7 @@ class SageMaker:
             raise explained(error, f"cannot look up job `{name}`", "sagemaker") from None
 
     def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
-        return iter(LogReader(self.cloud, name, since, tail=tail).read, None)
+        return iter(LogReader(self.cloud, name, since, tail=tail, group=LOG_GROUP, host_of=_host_of).read, None)
 
     def stop(self, name: str) -> None:
         try:
@@ -253,11 +240,11 @@ class SageMaker:
         return run_below(into, name)
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:
-        reached = self.cloud.check(needed=job is not None)
-        if job is None or any(finding.state != "ok" for finding in reached):
-            return reached
+        reached = tried("credentials", self.cloud.credentials, needed=job is not None)
+        if job is None or reached.state != "ok":
+            return [reached]
         return [
-            *reached,
+            reached,
             tried("role", lambda: _role(job, self.cloud)),
             tried("output", lambda: _output(job, self.cloud, write=write)),
             tried("image", lambda: _image(job, self.cloud)),
@@ -265,13 +252,12 @@ class SageMaker:
 
 
 def open_sagemaker(access: Access) -> SageMaker:
-    """Open it with the user's own credentials."""
     return SageMaker(open_session(access.profile, access.region))
 
 
 def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
     body = sent.body
-    kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines_of(body))
+    kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in _machines_of(body))
     return Plan(
         name=body["TrainingJobName"],
         machines=f"{kinds}, spot" if body.get("EnableManagedSpotTraining") else kinds,
@@ -283,14 +269,7 @@ def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
 
 
 def _unpack_run(archive: BinaryIO, into: Path, place: str) -> None:
-    """Unpack the folder `run` alone: its files, and no links.
-
-    Args:
-        place: where the archive is from, for errors.
-
-    Raises:
-        CloudError: it is damaged.
-    """
+    """Unpack the folder `run` alone: its files, and no links. Errors name `place`, where the archive is from."""
     try:
         with tarfile.open(fileobj=archive, mode="r:gz") as tar:
             for member in tar:
@@ -306,6 +285,12 @@ def _unpack_run(archive: BinaryIO, into: Path, place: str) -> None:
         raise CloudError(f"cannot unpack {place}: {error}") from None
 
 
+def _host_of(stream: str) -> str:
+    """Return the host that writes a log stream: `algo-1` writes `JOB/algo-1-1700000000`."""
+    rest = stream.partition("/")[2]
+    return re.sub(r"-\d+$", "", rest) if rest.count("-") > 1 else rest
+
+
 def _is_missing(error: BaseException) -> bool:
     """Tell whether the service says that there is no such job."""
     code = code_of(error)
@@ -315,6 +300,54 @@ def _is_missing(error: BaseException) -> bool:
 def _tries_before(error: Any) -> int:
     """Return how many times botocore had tried before the service refused."""
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) if code_of(error) else 0
+
+
+# ---- what a job is doing and how it ended ----------------------------------------------------------------------------
+
+
+def status_of(answer: Mapping[str, Any], now: datetime) -> JobStatus:
+    """Return the state of a job that `DescribeTrainingJob` describes."""
+    phases = tuple(
+        Phase(item["Status"], item.get("StatusMessage", ""), item["StartTime"], item.get("EndTime"))
+        for item in answer.get("SecondaryStatusTransitions", ())
+    )
+    status = answer["TrainingJobStatus"]
+    reason = answer.get("FailureReason")
+    # The service names no end of a job that never began to train.
+    end_of_last_phase = (phases[-1].end or phases[-1].start) if phases and status in FINAL else None
+    return JobStatus(
+        name=answer["TrainingJobName"],
+        arn=answer["TrainingJobArn"],
+        status=status,
+        phase=answer.get("SecondaryStatus", status),
+        message=phases[-1].message if phases else "",
+        phases=phases,
+        created=answer["CreationTime"],
+        training_started=answer.get("TrainingStartTime"),
+        ended=answer.get("TrainingEndTime") or end_of_last_phase,
+        seen=now,
+        billable_seconds=answer.get("BillableTimeInSeconds"),
+        training_seconds=answer.get("TrainingTimeInSeconds"),
+        machines=_machines_of(answer),
+        spot=answer.get("EnableManagedSpotTraining", False),
+        failure=read_reason(reason) if reason else None,
+        model_data=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
+        checkpoints=answer.get("CheckpointConfig", {}).get("S3Uri"),
+        metrics={item["MetricName"]: item["Value"] for item in answer.get("FinalMetricDataList", ())},
+        raw=answer,
+    )
+
+
+def _machines_of(job: Mapping[str, Any]) -> tuple[Machines, ...]:
+    """Return the hosts of a job by kind, from its request or its description."""
+    resources = job.get("ResourceConfig", {})
+    groups = resources.get("InstanceGroups") or [resources]
+    return tuple(
+        Machines(
+            group.get("InstanceGroupName", HOMOGENEOUS), group.get("InstanceType", ""), group.get("InstanceCount", 0)
+        )
+        for group in groups
+    )
 
 
 # ---- smpkit doctor ---------------------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ def place_problems(job: JobConfig, mounts: Sequence[str], where: str) -> Iterato
     """Yield the folders of the job file that lie in no volume of its containers.
 
     Args:
-        mounts: where the containers see the volumes.
         where: the key of the job file that has the volumes.
     """
     places: dict[KeyPath, str | None] = {("inputs", name): each.uri for name, each in job.inputs.items()}
@@ -70,7 +69,7 @@ def place_problems(job: JobConfig, mounts: Sequence[str], where: str) -> Iterato
 
 
 def limit_of(job: JobConfig) -> int | None:
-    """Return the time limit in seconds that the job file gives; None if it gives none."""
+    """Return the seconds that the job file itself allows a job; None if it does not say."""
     return job.compute.max_run_seconds if "max_run_seconds" in job.compute.model_fields_set else None
 
 
@@ -94,21 +93,28 @@ def notes(job: JobConfig, where: str, instead_of_mpirun: str, *used: str) -> Ite
 
 
 def config_files(
-    job: JobConfig, name: str, submit_directory: str, *, ranks_per_host: int | None, region: str = "", mpi: bool = False
+    job: JobConfig,
+    name: str,
+    submit_directory: str,
+    *,
+    ranks_per_host: int | None = None,
+    region: str = "",
+    mpi: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Return the contents of `hyperparameters.json` and `inputdataconfig.json`.
 
     Args:
         submit_directory: where hosts find the sources.
-        ranks_per_host: None: one for each GPU of the host.
+        ranks_per_host: default: the job's own number, or if it has none, one for each GPU of the host.
         mpi: start the ranks with mpirun if the job says so, and not with torchrun.
     """
     sent = hyperparameters(job, submit_directory=submit_directory, job_name=name, region=region)
+    ranks_per_host = ranks_per_host or job.distribution.processes_per_host
     launcher = job.distribution.launcher if mpi else "torchrun"
     sent = {key: text for key, text in sent.items() if key not in PROCESSES_PER_HOST.values()}
     if launcher == "torchrun":
         sent = {key: text for key, text in sent.items() if not key.startswith("sagemaker_mpi_")}
-    if ranks_per_host is not None:
+    if ranks_per_host:
         sent[PROCESSES_PER_HOST[launcher]] = json.dumps(ranks_per_host)
     channels = {
         channel: {
@@ -123,7 +129,7 @@ def config_files(
 
 
 def shown_files(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return those contents without secrets."""
+    """Return the contents of such files without secrets."""
     return {**files, "hyperparameters": shown_hyperparameters(files["hyperparameters"])}
 
 
@@ -159,6 +165,17 @@ def host_variables(
     return {**{key: value for key, value in variables.items() if value}, **job.variables}
 
 
+def without_none(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request without what is None in it: what the job file does not set."""
+
+    def pruned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return without_none(value)
+        return [pruned(item) for item in value] if isinstance(value, list) else value
+
+    return {key: pruned(item) for key, item in request.items() if item is not None}
+
+
 def places_in_volumes(job: JobConfig, name: str) -> dict[str, str]:
     """Return where a job's folders below `/opt/ml` lie in its volumes."""
     inputs = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
@@ -182,15 +199,10 @@ def job_to_keep(job: JobConfig) -> dict[str, Any]:
 
 
 def job_again(kept: Mapping[str, Any], changes: Mapping[str, Any] | None, *, machine: str | None = None) -> JobConfig:
-    """Return a job like one that was kept.
+    """Return a job like one that was kept, with the `changes` of `Backend.resumed`.
 
     Args:
-        changes: `InstanceCount`, `InstanceType` and `MaxRuntimeInSeconds`, as far as they are to be different.
-        machine: the key of the job file that chooses machines here in place of an instance type; None if there is one.
-
-    Raises:
-        ConfigError: they do not fit the job.
-        UnsupportedError: hosts here are of no instance type.
+        machine: the key of the job file that chooses machines where hosts have no instance types.
     """
     if machine is not None and changes and "InstanceType" in changes:
         where = machine.split(".")[1].capitalize()
@@ -204,14 +216,10 @@ def job_again(kept: Mapping[str, Any], changes: Mapping[str, Any] | None, *, mac
 
 
 def run_in_volume(job: JobConfig, name: str, what: str) -> Path:
-    """Return that folder of a job whose results lie in a volume, if this machine mounts it.
+    """Return the measurements of a job whose results lie in a volume, if this machine mounts it.
 
     Args:
-        what: whose volume it is, such as `a volume of the cluster`.
-
-    Raises:
-        JobError: there is none.
-        UnsupportedError: there are no results that stay, or this machine does not see the volume.
+        what: the volume in words, such as `a volume of the cluster`.
     """
     if job.output is None:
         hint = "name a folder in a volume with `output`"

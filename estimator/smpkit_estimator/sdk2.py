@@ -11,9 +11,8 @@ from typing import Any
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
-from smpkit_estimator.aws import request_shape
 from smpkit_estimator.hyperparameters import distribution_hyperparameters
-from smpkit_estimator.limits import preflight
+from smpkit_estimator.request import hyperparameters_over_limits
 
 try:
     from sagemaker.pytorch import PyTorch as _PyTorch
@@ -70,15 +69,12 @@ def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mappi
         if isinstance(arguments.get(name), (int, str, list))
     }
     job = job_from_arguments({"entry_point": "stand_in.py", **known}, distribution, mpi_options)
-    problems = preflight(
-        {"HyperParameters": distribution_hyperparameters(job)}, request_shape("sagemaker", "CreateTrainingJob")
-    )
-    limits = [problem for problem in problems if problem.message != "is required"]
+    problems = hyperparameters_over_limits(distribution_hyperparameters(job))
     if not arguments.get("image_uri"):
         hint = "AWS's images have no smpkit in them: push your own to ECR"
-        limits.append(Problem(("image_uri",), "is required", hint))
-    if limits:
-        raise ConfigError(limits, subject="arguments of PyTorch")
+        problems.append(Problem(("image_uri",), "is required", hint))
+    if problems:
+        raise ConfigError(problems, subject="arguments of PyTorch")
     return job
 
 

@@ -26,9 +26,8 @@ from smpkit.config.job import JobConfig
 from smpkit.config.section import validated
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
-from smpkit_estimator.aws import request_shape
 from smpkit_estimator.hyperparameters import for_trainer, not_for_shell_files
-from smpkit_estimator.limits import preflight
+from smpkit_estimator.request import hyperparameters_over_limits
 
 try:
     from sagemaker.train.distributed import DistributedConfig
@@ -94,8 +93,7 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
         own = validated(JobConfig, settings, subject="hyperparameters")
         job = own.model_copy(update={"distribution": self._job.distribution})
         sent = for_trainer(job)
-        limits = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
-        problems = [*not_for_shell_files(sent), *(limit for limit in limits if limit.message != "is required")]
+        problems = [*not_for_shell_files(sent), *hyperparameters_over_limits(sent)]
         if problems:
             raise ConfigError(problems, subject="hyperparameters")
         return sent

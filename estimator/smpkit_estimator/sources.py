@@ -97,7 +97,6 @@ def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script
     """Return what a job packs; None if its sources are in S3 already, or if there are `problems`, which are added.
 
     Args:
-        folder: where relative paths start.
         script_only: pack the entry point and the dependencies alone, as SDK v2 does without a `source_dir`.
     """
     if "://" in job.source_dir:
@@ -126,7 +125,6 @@ def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script
 
 
 def packing_notes(sources: Sources, packed: Packed) -> Iterator[str]:
-    """Yield what the user should know about an archive."""
     if sources.secrets:
         yield f"left out, as secrets are never packed: {_some(sources.secrets)}"
     if sources.specials:
@@ -158,7 +156,7 @@ def collect(source: Path, dependencies: Sequence[Path] = (), *, only: str | None
         only: take this one file of `source` and no others.
 
     Raises:
-        ConfigError: something cannot be read, a link leads out, or two things have one name; lists all problems.
+        ConfigError: with all problems.
     """
     sources = Sources()
     problems: list[Problem] = []
@@ -286,11 +284,7 @@ class _Walk:
 
 
 def pack(sources: Sources, target: BinaryIO | None = None) -> Packed:
-    """Write the compressed archive (`.tar.gz`) to `target`; without one only read everything, and return the same.
-
-    Raises:
-        ConfigError: a file cannot be read, or became shorter while it was.
-    """
+    """Write the compressed archive (`.tar.gz`) to `target`; without one only read everything, and return the same."""
     stream = _Stream(target)
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for entry in sources.entries:

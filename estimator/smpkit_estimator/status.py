@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from smpkit.config.wire import HOMOGENEOUS
-
 FINAL = frozenset({"Completed", "Failed", "Stopped", "Deleting"})
 """Primary statuses in which nothing happens any more."""
+
+_MAX_REASON_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,6 @@ class Machines:
     """Name of the instance group; `homogeneousCluster` where a job has no groups."""
     instance_type: str
     instance_count: int
-
-
-def machines_of(job: Mapping[str, Any]) -> tuple[Machines, ...]:
-    """Return the hosts of a job by kind.
-
-    Args:
-        job: its request or its description.
-    """
-    resources = job.get("ResourceConfig", {})
-    groups = resources.get("InstanceGroups") or [resources]
-    return tuple(
-        Machines(
-            group.get("InstanceGroupName", HOMOGENEOUS), group.get("InstanceType", ""), group.get("InstanceCount", 0)
-        )
-        for group in groups
-    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +69,7 @@ class JobStatus:
     seen: datetime
     """When this was asked for."""
     ended: datetime | None = None
-    # What follows is not told of the jobs of a list.
+    # Lists of jobs leave out what follows.
     message: str = ""
     """What the service says about the phase."""
     phases: tuple[Phase, ...] = ()
@@ -103,37 +87,6 @@ class JobStatus:
     metrics: Mapping[str, float] = field(default_factory=dict)
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What the service says, in its own words; empty where a scheduler says it in several places."""
-
-    @classmethod
-    def read(cls, answer: Mapping[str, Any], now: datetime) -> JobStatus:
-        """Read the service's description of a job."""
-        phases = tuple(
-            Phase(item["Status"], item.get("StatusMessage", ""), item["StartTime"], item.get("EndTime"))
-            for item in answer.get("SecondaryStatusTransitions", ())
-        )
-        status = answer["TrainingJobStatus"]
-        reason = answer.get("FailureReason")
-        return cls(
-            name=answer["TrainingJobName"],
-            arn=answer["TrainingJobArn"],
-            status=status,
-            phase=answer.get("SecondaryStatus", status),
-            message=phases[-1].message if phases else "",
-            phases=phases,
-            created=answer["CreationTime"],
-            training_started=answer.get("TrainingStartTime"),
-            ended=answer.get("TrainingEndTime") or _end(phases, status),
-            seen=now,
-            billable_seconds=answer.get("BillableTimeInSeconds"),
-            training_seconds=answer.get("TrainingTimeInSeconds"),
-            machines=machines_of(answer),
-            spot=answer.get("EnableManagedSpotTraining", False),
-            failure=read_reason(reason) if reason else None,
-            model_data=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
-            checkpoints=answer.get("CheckpointConfig", {}).get("S3Uri"),
-            metrics={item["MetricName"]: item["Value"] for item in answer.get("FinalMetricDataList", ())},
-            raw=answer,
-        )
 
     @property
     def instance_count(self) -> int:
@@ -170,11 +123,6 @@ class JobStatus:
         return sum(phase.name in ("Interrupted", "Restarting") for phase in self.phases)
 
 
-def _end(phases: tuple[Phase, ...], status: str) -> datetime | None:
-    """Return when a job ended that never started to train."""
-    return (phases[-1].end or phases[-1].start) if phases and status in FINAL else None
-
-
 # ---- why it failed ---------------------------------------------------------------------------------------------------
 
 _PREFIX = re.compile(r"^(?:AlgorithmError|ClientError|InternalServerError|CapacityError)\s*:\s*")
@@ -198,7 +146,7 @@ def read_reason(reason: str) -> JobFailure:
     suffix = _SUFFIX.search(text)
     exit_code = int(suffix["code"]) if suffix else None
     body = text[: suffix.start()] if suffix else text
-    place, told = _RANK.search(body), _HINT.search(body)
+    place, hint = _RANK.search(body), _HINT.search(body)
     lines = [line for line in body.splitlines() if not (_RANK.fullmatch(line) or _HINT.fullmatch(line))]
     # Our launcher writes the exception before the rank's place; what others write says it in the first line.
     if place:
@@ -213,7 +161,7 @@ def read_reason(reason: str) -> JobFailure:
         host=place["host"] if place else None,
         exit_code=int(place["code"]) if place else exit_code,
         details=tuple(line for line in rest if line.strip()),
-        hint=told["hint"] if told else _hint(reason),
+        hint=hint["hint"] if hint else _hint(reason),
     )
 
 
@@ -221,9 +169,14 @@ def _hint(reason: str) -> str | None:
     return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, reason, re.IGNORECASE)), None)
 
 
-def blamed(reasons: Iterable[tuple[datetime, str]]) -> str | None:
-    """Return the reason to show of what the hosts of a job left, each with the time: None if there is none.
+def failure_of(reasons: Iterable[tuple[datetime, str]], platform_words: str) -> JobFailure:
+    """Return why a job failed: the reason that one of its hosts left, or else what the platform says.
 
-    The earliest that names a rank goes before all others: hosts that ended because of another one name none.
+    The earliest reason that names a rank goes before all others: hosts that ended because of another one name none.
+
+    Args:
+        reasons: with the time of each.
     """
-    return min(reasons, key=lambda reason: (_RANK.search(reason[1]) is None, reason[0]), default=(None, None))[1]
+    default = (None, platform_words)
+    _, words = min(reasons, key=lambda reason: (_RANK.search(reason[1]) is None, reason[0]), default=default)
+    return read_reason(words[:_MAX_REASON_CHARACTERS])

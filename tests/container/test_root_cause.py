@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from smpkit_container.root_cause import RankEnd, RankError, find_root_cause
+from smpkit_container.root_cause import RankEnd, RankError, RootCause, find_root_cause
 
 
 def error(
@@ -16,6 +16,12 @@ def error(
 
 def raised(rank: int, seconds: float, name: str = "ValueError", text: str = "boo") -> RankEnd:
     return RankEnd(rank, 1, seconds + 0.5, error(name, text, seconds=seconds))
+
+
+def blame(*ends: RankEnd) -> RootCause:
+    cause = find_root_cause(ends)
+    assert cause is not None
+    return cause
 
 
 GLOO_LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
@@ -35,70 +41,53 @@ CONSEQUENCES = [
 
 @pytest.mark.parametrize(("name", "text"), CONSEQUENCES, ids=[f"{n}-{t[:12]}" for n, t in CONSEQUENCES])
 def test_a_cause_goes_before_earlier_consequences(name: str, text: str) -> None:
-    root_cause = find_root_cause([raised(0, 1.0, name, text), raised(1, 2.0)])
-    assert root_cause is not None
-    assert (root_cause.culprit.rank, root_cause.followers) == (1, (0,))
+    cause = blame(raised(0, 1.0, name, text), raised(1, 2.0))
+    assert (cause.culprit.rank, cause.followers) == (1, (0,))
 
 
 def test_the_earliest_cause_is_the_one() -> None:
-    root_cause = find_root_cause([raised(0, 3.0), raised(1, 1.0), raised(2, 2.0)])
-    assert root_cause is not None
-    assert (root_cause.culprit.rank, root_cause.followers) == (1, (0, 2))
+    cause = blame(raised(0, 3.0), raised(1, 1.0), raised(2, 2.0))
+    assert (cause.culprit.rank, cause.followers) == (1, (0, 2))
 
 
 def test_time_of_the_exception_counts_not_of_the_end() -> None:
     """A rank may take long to end after it raised."""
     slow = RankEnd(0, 1, 9.0, error(seconds=1.0))
-    root_cause = find_root_cause([slow, raised(1, 2.0)])
-    assert root_cause is not None
-    assert root_cause.culprit is slow
+    assert blame(slow, raised(1, 2.0)).culprit is slow
 
 
 def test_a_killed_rank_goes_before_a_lost_connection() -> None:
-    root_cause = find_root_cause([raised(0, 1.0, "RuntimeError", GLOO_LOST), RankEnd(1, -signal.SIGKILL, 1.5)])
-    assert root_cause is not None
-    assert (root_cause.culprit.rank, root_cause.culprit.exit_code) == (1, 137)
+    culprit = blame(raised(0, 1.0, "RuntimeError", GLOO_LOST), RankEnd(1, -signal.SIGKILL, 1.5)).culprit
+    assert (culprit.rank, culprit.exit_code) == (1, 137)
 
 
 def test_a_consequence_may_be_wrapped_in_the_users_exception() -> None:
     wrapped = error(chain=("ValueError: step failed", f"RuntimeError: {GLOO_LOST}"))
-    root_cause = find_root_cause([RankEnd(0, 1, 1.0, wrapped), raised(1, 2.0)])
-    assert root_cause is not None
-    assert root_cause.culprit.rank == 1
+    assert blame(RankEnd(0, 1, 1.0, wrapped), raised(1, 2.0)).culprit.rank == 1
 
 
 def test_abort_by_nccls_watchdog_is_a_consequence() -> None:
     aborted = RankEnd(0, -signal.SIGABRT, 1.0, last_lines=("[E] Watchdog caught collective operation timeout",))
-    root_cause = find_root_cause([aborted, raised(1, 2.0)])
-    assert root_cause is not None
-    assert root_cause.culprit.rank == 1
-    alone = find_root_cause([RankEnd(0, -signal.SIGABRT, 1.0), raised(1, 2.0)])
-    assert alone is not None
-    assert alone.culprit.rank == 0
+    assert blame(aborted, raised(1, 2.0)).culprit.rank == 1
+    assert blame(RankEnd(0, -signal.SIGABRT, 1.0), raised(1, 2.0)).culprit.rank == 0
 
 
 def test_only_consequences_name_those_who_were_waited_for() -> None:
-    ends = [
+    cause = blame(
         raised(0, 2.0, "RuntimeError", GLOO_LATE),
         RankEnd(1, 0, 2.5),
         RankEnd(2, -15, 5.0, stopped=True),
         raised(3, 2.1, "RuntimeError", GLOO_LOST),
-    ]
-    root_cause = find_root_cause(ends)
-    assert root_cause is not None
-    assert root_cause.culprit.rank == 0
-    assert [end.rank for end in root_cause.left_early] == [1]
-    assert [end.rank for end in root_cause.still_running] == [2]
-    assert root_cause.followers == (3,)
+    )
+    assert cause.culprit.rank == 0
+    assert [end.rank for end in cause.left_early] == [1]
+    assert [end.rank for end in cause.still_running] == [2]
+    assert cause.followers == (3,)
 
 
-def test_ranks_that_had_to_be_stopped_are_not_to_blame() -> None:
-    assert find_root_cause([RankEnd(0, -15, 1.0, stopped=True), RankEnd(1, 0, 1.0)]) is None
-
-
-def test_no_failure_no_root_cause() -> None:
-    assert find_root_cause([RankEnd(0, 0, 1.0), RankEnd(1, 0, 1.0)]) is None
-    assert find_root_cause([]) is None
+@pytest.mark.parametrize("ends", [[], [RankEnd(0, 0, 1.0)], [RankEnd(0, -15, 1.0, stopped=True), RankEnd(1, 0, 1.0)]])
+def test_ranks_that_ended_well_or_had_to_be_stopped_are_not_to_blame(ends: list[RankEnd]) -> None:
+    assert find_root_cause(ends) is None
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,6 @@ def test_long_names_arrive(tmp_path: Path) -> None:
         assert (tmp_path / str(tar_format) / name).read_text() == "xxx"
 
 
-def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
-    packed = archive(tmp_path / "a.tar.gz", member("train.py"))
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(LaunchError, match="cannot be unpacked"):
-        unpack(packed, tmp_path / "code")
-
-
 def test_no_bit_of_an_archive_may_be_another(tmp_path: Path) -> None:
     """Only gzip's checksum tells of a changed bit in a file's content; it stands behind what `tarfile` reads."""
     noise = random.Random(0)
@@ -81,9 +74,12 @@ def test_no_bit_of_an_archive_may_be_another(tmp_path: Path) -> None:
     with tarfile.open(packed, "w:gz") as tar:
         tar.addfile(info, io.BytesIO(content))
     whole = packed.read_bytes()
-    for _ in range(60):
+    for number in range(61):
         damaged = bytearray(whole)
-        damaged[noise.randrange(20, len(whole))] ^= 1 << noise.randrange(8)
+        if number:
+            damaged[noise.randrange(20, len(whole))] ^= 1 << noise.randrange(8)
+        else:
+            del damaged[-20:]
         packed.write_bytes(damaged)
         with pytest.raises(LaunchError, match="cannot be unpacked"):
             unpack(packed, tmp_path / "code")

@@ -35,17 +35,20 @@ def environment(
         ({"sagemaker_mpi_enabled": True, MPI: 8}, {}, 4, 8),
         ({"sagemaker_mpi_enabled": True, MPI: "8"}, {}, 4, 8),
         ({TORCHRUN: 2, MPI: 8}, {}, 4, 2),
+        ({"sagemaker_torch_distributed_enabled": True}, {}, 4, 4),
         ({}, {"partitions": 2}, 4, 4),
         ({}, {"partitions": 2, "tensor_parallel_degree": 3}, 0, 6),
         ({}, {"pipeline_parallel_degree": 4}, 0, 4),
         ({}, {}, 0, 1),
     ],
-    ids=["mpi", "mpi text", "torchrun", "gpus", "degrees", "pipeline", "one"],
+    ids=["mpi", "mpi text", "torchrun", "torchrun on all gpus", "gpus", "degrees", "pipeline", "one"],
 )
 def test_processes_per_host(
     framework: dict[str, Any], parameters: dict[str, Any], num_gpus: int, expected: int
 ) -> None:
-    assert read_topology(environment(framework, parameters, num_gpus)).processes_per_host == expected
+    topology = read_topology(environment(framework, parameters, num_gpus))
+    assert topology.processes_per_host == expected
+    assert topology.launcher == ("mpirun" if "sagemaker_mpi_enabled" in framework else "torchrun")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "many", [2]], ids=repr)
@@ -62,27 +65,15 @@ def test_node_rank_is_the_place_in_the_hosts_as_given() -> None:
     assert topology.host == "algo-2"
 
 
-def test_one_host_is_reached_by_its_loopback_address() -> None:
-    topology = read_topology(environment())
-    assert topology.single_host
-    assert topology.master == "127.0.0.1"
-
-
 def test_mpi_goes_first_where_both_launchers_are_asked_for() -> None:
     both = {"sagemaker_mpi_enabled": True, "sagemaker_torch_distributed_enabled": True}
     assert read_topology(environment(both)).launcher == "mpirun"
-    assert read_topology(environment({"sagemaker_mpi_enabled": False})).launcher == "torchrun"
 
 
-def test_ddp_port_is_the_meeting_port() -> None:
+def test_ddp_port_is_the_meeting_port_and_one_host_is_reached_by_its_loopback_address() -> None:
     assert read_topology(environment(parameters={"ddp_port": 8888})).port == 8888
-    assert read_topology(environment()).port is None
-
-
-def test_torchrun_needs_no_program_of_aws() -> None:
-    """Surprise 9: in an image with only `sagemaker-training`, nothing obeys `sagemaker_torch_distributed_enabled`."""
-    topology = read_topology(environment({"sagemaker_torch_distributed_enabled": True}, num_gpus=4))
-    assert (topology.launcher, topology.processes_per_host) == ("torchrun", 4)
+    topology = read_topology(environment())
+    assert (topology.single_host, topology.master, topology.port) == (True, "127.0.0.1", None)
 
 
 @pytest.mark.parametrize(

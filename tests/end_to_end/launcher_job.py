@@ -28,7 +28,7 @@ class Finished:
     code: int
     out: str
     err: str
-    failure: str | None
+    failure: str
     seconds: float
 
     def lines(self, rank: int) -> list[str]:
@@ -98,7 +98,7 @@ class Job:
         seconds = time.monotonic() - began
         self.assert_nothing_left()
         failure = self.base / "output" / "failure"
-        text = failure.read_text(encoding="utf-8") if failure.exists() else None
+        text = failure.read_text(encoding="utf-8") if failure.exists() else ""
         return Finished(process.returncode, out, err, text, seconds)
 
     def run(self, timeout: float = 150) -> Finished:
@@ -114,6 +114,13 @@ class Job:
             finally:
                 if process.poll() is None:
                     process.kill()
+
+    def stopped_by(self, number: int) -> Finished:
+        """Run it until all ranks are ready, and send the launcher a signal; the seconds are those after that."""
+        with self.running() as process:
+            began = time.monotonic()
+            process.send_signal(number)
+            return self.finish(process, began)
 
     def wait_for_files(self, name: str, timeout: float = 150) -> None:
         deadline = time.monotonic() + timeout

@@ -60,13 +60,6 @@ def make_mpi_job(tmp_path: Path) -> MakeJob:
     return lambda source, **settings: Job(tmp_path / "base", "mpirun", source, **settings)
 
 
-@pytest.fixture(params=LAUNCHERS)
-def launcher(request: pytest.FixtureRequest) -> str:
-    name = request.param
-    assert isinstance(name, str)
-    return name
-
-
 # ---- success -------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +76,7 @@ print(os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["SM_HP_LR"]
         arguments=("--extra", "--", "-x"),
     )
     done = job.run()
-    assert (done.code, done.failure) == (0, None)
+    assert (done.code, done.failure) == (0, "")
     for rank in range(2):
         arguments = ["--lr", "0.1", "--extra", "--", "-x"]
         assert done.lines(rank) == ["before after", f"2 {rank} 0.1 {arguments}"]
@@ -165,6 +158,7 @@ AWKWARD = {
 }
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_awkward_hyperparameters_and_folders_arrive_unchanged(tmp_path: Path, launcher: str) -> None:
     source = """
 import json, os, sys
@@ -242,7 +236,6 @@ def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) 
     source = RANK + f"if rank == 0:\n    time.sleep(600)\nelse:\n    {body}\n"
     done = Job(tmp_path / "base", launcher_name, source).run()
     assert done.code == code, done.err
-    assert done.failure is not None
     assert f"{done.failure}\n".startswith(f"{headline}\nrank 1 on algo-1, exit {code}\n")
     assert done.err.count(headline) == 1 if kind != "exits_with_words" else 2
     assert f"(rank 1, exit {code})" in done.err
@@ -266,7 +259,6 @@ def test_where_it_happened_is_told_innermost_first(make_mpi_job: MakeJob) -> Non
 def test_syntax_error_in_the_script_names_its_line(make_mpi_job: MakeJob) -> None:
     done = make_mpi_job("x = 1\nif x\n    pass\n").run()
     assert done.code == 1
-    assert done.failure is not None
     assert done.failure.startswith('File "') and "line 2" in done.failure and "SyntaxError" in done.failure  # noqa: PT018
     assert done.err.count("SyntaxError") == 1
 
@@ -288,7 +280,7 @@ def test_rank_that_left_early_is_named(make_any_job: MakeJob) -> None:
     assert done.code == 1, done.err
     assert "(rank 0, exit 1)" in done.err
     assert "rank 1 ended with exit code 0 while others still waited for it" in done.err
-    assert done.failure is not None and "rank 1 ended with exit code 0 while others still waited for it" in done.failure  # noqa: PT018
+    assert "rank 1 ended with exit code 0 while others still waited for it" in done.failure
 
 
 def test_rank_that_hangs_is_named_with_the_place(make_any_job: MakeJob) -> None:
@@ -303,12 +295,10 @@ def test_rank_that_hangs_is_named_with_the_place(make_any_job: MakeJob) -> None:
 
 def test_failed_rank_that_cannot_end_does_not_hold_up_the_run(make_mpi_job: MakeJob) -> None:
     """A thread keeps the process alive after the exception; the launcher counts from the exception."""
-    source = (
-        RANK + "import threading\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError('boo')\n"
-    )
-    done = make_mpi_job(source, ranks=1).run()
+    source = "import threading\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError('boo')\n"
+    done = make_mpi_job(RANK + source, ranks=1).run()
     assert done.code == 1
-    assert done.failure is not None and done.failure.startswith("ValueError: boo")  # noqa: PT018
+    assert done.failure.startswith("ValueError: boo")
     assert done.seconds < 300
 
 
@@ -362,45 +352,30 @@ signal.signal(signal.SIGTERM, save)
 def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
     """mpirun would have killed it after a second."""
     job = make_job(SAVING)
-    with job.running() as process:
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        done = job.finish(process, began)
-    assert (done.code, done.failure) == (0, None), done.err
+    done = job.stopped_by(signal.SIGTERM)
+    assert (done.code, done.failure) == (0, ""), done.err
     job.wait_for_files("saved", timeout=0)
     assert 3 <= done.seconds < 300
     assert done.err.startswith("SIGTERM: asked 2 ranks to end, waiting at most 110 s")
 
 
 def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> None:
-    job = make_mpi_job(RANK + READY + "time.sleep(600)\n")
-    with job.running() as process:
-        process.send_signal(signal.SIGTERM)
-        done = job.finish(process, time.monotonic())
+    done = make_mpi_job(RANK + READY + "time.sleep(600)\n").stopped_by(signal.SIGTERM)
     assert done.code == 143
-    assert done.failure is not None
     assert done.failure.startswith("stopped by SIGTERM: ended ranks 0, 1; the script does not handle SIGTERM")
 
 
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_any_job: MakeJob) -> None:
     source = RANK + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(600)\n"
-    job = make_any_job(source, environ={"SMPKIT_GRACE_SECONDS": "1.5"})
-    with job.running() as process:
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        done = job.finish(process, began)
+    done = make_any_job(source, environ={"SMPKIT_GRACE_SECONDS": "1.5"}).stopped_by(signal.SIGTERM)
     assert done.code == 137
-    assert done.failure is not None
     assert done.failure.startswith("stopped by SIGTERM: ranks 0, 1 did not end within 1.5 s and had to be killed")
     assert 1.5 <= done.seconds < 300
 
 
 def test_ctrl_c_is_130_even_if_all_was_saved(make_any_job: MakeJob) -> None:
     job = make_any_job(SAVING.replace("sleep(3)", "sleep(0.1)"))
-    with job.running() as process:
-        process.send_signal(signal.SIGINT)
-        done = job.finish(process, time.monotonic())
-    assert done.code == 130
+    assert job.stopped_by(signal.SIGINT).code == 130
     job.wait_for_files("saved", timeout=0)
 
 
@@ -440,6 +415,7 @@ def test_killed_mpirun_ends_the_run(make_mpi_job: MakeJob) -> None:
 # ---- mpi options ---------------------------------------------------------------------------------------------------
 
 
+OPTIONS = "sagemaker_mpi_custom_mpi_options"
 SEED_OPTIONS = "--mca btl_vader_single_copy_mechanism none "
 
 
@@ -448,29 +424,27 @@ SEED_OPTIONS = "--mca btl_vader_single_copy_mechanism none "
     [SEED_OPTIONS, "-verbose --mca orte_base_help_aggregate 0", "-x FOO=1 --bind-to none", "--NCCL_DEBUG=INFO"],
     ids=["the documented one", "of the SDK's examples", "same as ours", "AWS's own form"],
 )
-def test_custom_mpi_options_work(tmp_path: Path, options: str) -> None:
-    settings = {"sagemaker_mpi_custom_mpi_options": options}
-    done = Job(tmp_path / "base", "mpirun", "print('hello')", hyperparameters=settings).run()
+def test_custom_mpi_options_work(make_mpi_job: MakeJob, options: str) -> None:
+    done = make_mpi_job("print('hello')", hyperparameters={OPTIONS: options}).run()
     assert done.code == 0, done.err
     assert done.lines(0) == done.lines(1) == ["hello"]
 
 
-def test_contradicting_mpi_options_are_refused_before_the_start(tmp_path: Path) -> None:
-    settings = {"sagemaker_mpi_custom_mpi_options": "--mca btl self --mca btl tcp -np 4"}
-    done = Job(tmp_path / "base", "mpirun", "print('hello')", hyperparameters=settings).run()
+def test_contradicting_mpi_options_are_refused_before_the_start(make_mpi_job: MakeJob) -> None:
+    contradiction = "--mca btl self --mca btl tcp -np 4"
+    done = make_mpi_job("print('hello')", hyperparameters={OPTIONS: contradiction}).run()
     assert done.code == 2
     assert "`--mca btl self` and `--mca btl tcp` contradict each other" in done.err
     assert "`-np 4` is set by smpkit" in done.err
     assert done.out == ""
 
 
-def test_what_mpirun_says_is_shown_when_it_cannot_start(tmp_path: Path) -> None:
-    settings = {"sagemaker_mpi_custom_mpi_options": "--no-such-option-of-mpirun"}
-    done = Job(tmp_path / "base", "mpirun", "print('hello')", hyperparameters=settings).run()
+def test_what_mpirun_says_is_shown_when_it_cannot_start(make_mpi_job: MakeJob) -> None:
+    done = make_mpi_job("print('hello')", hyperparameters={OPTIONS: "--no-such-option-of-mpirun"}).run()
     assert done.code != 0
     assert "mpirun could not start the ranks" in done.err
     assert "no-such-option-of-mpirun" in done.err
-    assert done.failure is not None and "mpirun could not start" in done.failure  # noqa: PT018
+    assert "mpirun could not start" in done.failure
 
 
 def test_a_shell_script_runs_once_without_a_launcher(tmp_path: Path) -> None:
@@ -480,5 +454,4 @@ def test_a_shell_script_runs_once_without_a_launcher(tmp_path: Path) -> None:
     done = job.run()
     assert done.out == '[rank 0] --lr 0.1 rank=[] hosts=["algo-1"]\n'
     assert done.code == 7
-    assert done.failure is not None
     assert done.failure.startswith("the script exited with code 7\nrank 0 on algo-1, exit 7\n")

@@ -10,7 +10,6 @@ import pytest
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, JobError, UnsupportedError
-from smpkit_estimator.backend import run_below
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.sagemaker import _unpack_run
 from tests.aws import Aws
@@ -63,14 +62,7 @@ def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(aws: Aws, tmp_path:
     assert [path.relative_to(found) for path in found.rglob("*")] == [Path("values.jsonl")]
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["run"]
     aws.put(place, archive(("big.bin", b"1")))
-    with pytest.raises(JobError, match="job `job` has left no measurements"):
+    with pytest.raises(JobError, match="job `job` has left no measurements: there is no folder"):
         backend.results("job", tmp_path / "other")
     with pytest.raises(CloudError, match="cannot unpack there"):
         _unpack_run(io.BytesIO(b"no archive"), tmp_path / "bad", "there")
-
-
-def test_the_folder_of_a_run_is_below_the_results(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="has left no measurements: there is no folder"):
-        run_below(tmp_path, "job")
-    (tmp_path / "run").mkdir()
-    assert run_below(tmp_path, "job") == tmp_path / "run"

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from smpkit.cli.main import cli
 from smpkit_estimator.kubernetes import backend
 from tests.container.test_peers import free_ports
-from tests.job_contract import SCRIPT
+from tests.job_contract import SCRIPT, Client, in_this_process
 from tests.kubernetes.api import Cluster, Pod
 from tests.leftovers import processes_with
 
 
 @dataclass
-class User:
+class User(Client):
     """Somebody with a job file in the current folder, who calls `smpkit`."""
 
     cluster: Cluster
@@ -31,6 +29,9 @@ class User:
     shared: Path
     """A folder that all nodes see, at the same place as the pods."""
     port: int
+
+    def run(self, *arguments: str, code: int = 0) -> Result:
+        return in_this_process(*arguments, code=code)
 
     def write(self, script: str | None = None, *, quick: bool = False, **job: Any) -> None:
         """Write the script, default: the one of the tests in containers, and the job file.
@@ -56,17 +57,6 @@ class User:
         }
         (self.folder / "job.yaml").write_text(yaml.safe_dump({k: v for k, v in whole.items() if v is not None}))
 
-    def run(self, *arguments: str, code: int | None = 0) -> Result:
-        """Call `smpkit`, and check how it ends."""
-        done = CliRunner().invoke(cli, arguments)
-        if code is not None:
-            assert done.exit_code == code, f"smpkit {arguments}: {done.exit_code}\n{done.output}\n{done.exception!r}"
-        return done
-
-    def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("status", name, "--json").stdout)
-        return found
-
     def pods(self, name: str) -> list[Pod]:
         return self.cluster.pods.get(name, [])
 
@@ -76,14 +66,7 @@ class User:
 
         self.until(logged, f"`{text}` in the log of {name}")
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}\n{self.told()}"
-            time.sleep(0.05)
-
     def told(self) -> str:
-        """What there is to know after a failure."""
         pods = (pod for pods in self.cluster.pods.values() for pod in pods)
         return "\n".join(f"--- {pod.name}\n{b''.join(pod.lines).decode()[-3000:]}" for pod in pods)
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +26,8 @@ SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket
 CryptoType=crypto/munge
-SlurmUser={user}
-SlurmdUser={user}
+SlurmUser=root
+SlurmdUser=root
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool-%n
 SlurmctldPidFile={root}/slurmctld.pid
@@ -48,7 +48,7 @@ PreemptMode=REQUEUE
 ReturnToService=2
 MpiDefault=none
 SwitchType=switch/none
-KillWait={kill_wait}
+KillWait=30
 SlurmdTimeout=10
 UnkillableStepTimeout=180
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 RealMemory=1000 State=UNKNOWN
@@ -74,7 +74,6 @@ class Cluster:
     """A cluster that runs; `environ` leads commands to it."""
 
     root: Path
-    ports: dict[str, int]
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -97,10 +96,9 @@ class Cluster:
     def state(self, node: str) -> str:
         return self.ask("sinfo", "-h", "-N", "-n", node, "-o", "%T").split()[0]
 
-    def until(self, condition: object, what: str, seconds: float = _SECONDS) -> None:
-        """Wait for something to become true."""
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
         deadline = time.monotonic() + seconds
-        while not _holds(condition):
+        while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}\n{self.tails()}"
             time.sleep(0.1)
 
@@ -159,13 +157,8 @@ class Cluster:
             )
 
 
-def _holds(condition: object) -> bool:
-    assert callable(condition)
-    return bool(condition())
-
-
 @contextlib.contextmanager
-def start(root: Path, kill_wait: int = 30) -> Iterator[Cluster]:
+def start(root: Path) -> Iterator[Cluster]:
     """Start a cluster below `root`, whose path must be short: it holds sockets."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
@@ -178,17 +171,10 @@ def start(root: Path, kill_wait: int = 30) -> Iterator[Cluster]:
     # Ports are made of the numbers of jobs: those of another cluster on this machine must be others.
     first_job = random.randrange(1, 1_000_000)
     text = _CONFIGURATION.format(
-        host=host,
-        root=root,
-        user="root",
-        controller=controller,
-        first=first,
-        second=second,
-        kill_wait=kill_wait,
-        first_job=first_job,
+        host=host, root=root, controller=controller, first=first, second=second, first_job=first_job
     )
     (root / "slurm.conf").write_text(text)
-    cluster = Cluster(root, {"n1": first, "n2": second})
+    cluster = Cluster(root)
     try:
         cluster.begin()
         yield cluster

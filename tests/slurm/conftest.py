@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.job_contract import SCRIPT
+from tests.job_contract import SCRIPT, Client
 from tests.leftovers import processes_with
 from tests.slurm.cluster import Cluster, missing, start
 
@@ -38,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @dataclass
-class User:
+class User(Client):
     """Somebody with a job file in the current folder, who calls `smpkit`."""
 
     cluster: Cluster
@@ -81,22 +80,12 @@ class User:
             assert process.returncode == code, f"smpkit {arguments}: {process.returncode}\n{out}{err}\n{self.told()}"
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
-    def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("status", name, "--json").stdout)
-        return found
-
     def place(self, name: str) -> Path:
         """The folder of a run."""
         return Path(self.environ["SMPKIT_RUNS"]) / name
 
     def log(self, name: str) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted(self.place(name).glob("logs/*.log")))
-
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}\n{self.told()}"
-            time.sleep(0.1)
 
     def until_logged(self, name: str, text: str) -> None:
         self.until(lambda: text in self.log(name), f"`{text}` in the log of {name}")
@@ -113,7 +102,6 @@ class User:
         self.cluster.ask("scontrol", "update", f"JobId={sent['id']}", "StartTime=now")
 
     def told(self) -> str:
-        """What there is to know after a failure."""
         names = [path.name for path in Path(self.environ["SMPKIT_RUNS"]).glob("*")]
         logs = "\n".join(f"--- {name}\n{self.log(name)[-3000:]}" for name in names)
         return f"{logs}\n{self.cluster.ask('squeue', '--states=all')}\n{self.cluster.tails()}"

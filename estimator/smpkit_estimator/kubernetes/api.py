@@ -33,8 +33,7 @@ class Api:
     """One namespace of one cluster. All methods raise CloudError in plain words, UnreachableError if no answer came."""
 
     def __init__(self, client: Any, namespace: str) -> None:
-        """Take a client of the official package, `ApiClient`."""
-        self._client = client
+        self._client = client  # the official package's `ApiClient`
         self.namespace = namespace
 
     @property
@@ -44,18 +43,16 @@ class Api:
         return host
 
     def version(self) -> str:
-        """Return the cluster's version."""
         version: str = json.loads(self._ask("GET", "/version", "cannot reach the cluster"))["gitVersion"]
         return version
 
     def create(self, manifest: Object, *, dry: bool = False) -> Object:
-        """Create an object; or only learn whether it could be created."""
+        """Create an object; with `dry`, only learn whether it could be created."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         query = {"dryRun": "All"} if dry else {}
         return self._object("POST", kind, "", f"cannot create the {kind} `{name}`", query=query, body=manifest)
 
     def read(self, kind: str, name: str) -> Object | None:
-        """Return an object; None if there is none."""
         try:
             return self._object("GET", kind, f"/{name}", f"cannot read the {kind} `{name}`")
         except _MissingError:
@@ -81,12 +78,7 @@ class Api:
                 return
 
     def log(self, pod: str, since_seconds: float | None = None, tail: int | None = None) -> bytes | None:
-        """Return what a pod's container has printed, each line behind its time; None if the pod is gone.
-
-        Args:
-            since_seconds: only what was printed so long ago at most.
-            tail: only so many lines of the end.
-        """
+        """Return what a pod's container has printed, each line behind its time; None if the pod is gone."""
         query = {"timestamps": "true"}
         if since_seconds is not None:
             query["sinceSeconds"] = str(max(1, math.ceil(since_seconds)))
@@ -129,12 +121,7 @@ class _MissingError(CloudError):
 
 
 def connect(context: str | None, namespace: str | None) -> Api:
-    """Open a cluster: with the kubeconfig's context, or in a pod with its own service account; nothing is asked yet.
-
-    Raises:
-        UsageError: the client is not installed, or there is no such context.
-        CloudError: there is no kubeconfig, or it is damaged.
-    """
+    """Open a cluster: with the kubeconfig's context, or in a pod with its own service account; nothing is asked yet."""
     try:
         from kubernetes import client, config
     except ImportError:

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import io
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +99,7 @@ class KubernetesCluster:
             if sources is None and "://" in job.source_dir:
                 hint = "name a local folder, or set `backend.kubernetes.code`"
                 problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))
-        hidden = dict(local_secrets(job, os.environ, problems))
+        hidden = dict(local_secrets(job, problems))
         refuse(problems, "Kubernetes")
         archive = None
         if sources is not None:
@@ -175,11 +174,7 @@ class KubernetesCluster:
         return newest_in_folder(place, "a volume of the cluster")
 
     def _job(self, name: str) -> Object:
-        """Return the Job whose pods are the hosts.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return the Job whose pods are the hosts."""
         job = self._api.read("Job", name) if name == _proper_name(name) else None
         if job is None or job["metadata"].get("labels", {}).get(MANAGED_BY) != "smpkit":
             message = f"there is no job `{name}` in namespace `{self._api.namespace}`"
@@ -234,11 +229,7 @@ def _not_for_kubernetes(job: JobConfig, name: str) -> Iterator[Problem]:
 
 
 def _check_sizes(files: Object, secret: Object) -> None:
-    """Refuse what the API would, before anything is sent.
-
-    Raises:
-        ConfigError: the ConfigMap or the Secret is too large; says which part of it.
-    """
+    """Refuse a ConfigMap or Secret that is too large for the API, before anything is sent."""
     hidden = sum(map(len, secret["stringData"].values()))
     if hidden > _MAX_BYTES:
         message = f"have {hidden:,} bytes, and a Secret takes {_MAX_BYTES:,}"

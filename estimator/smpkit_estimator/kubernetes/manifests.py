@@ -66,18 +66,18 @@ def manifests(
         }
 
     code = options.code or f"{_FILES}/{SOURCES}"
-    files = scheduled.config_files(job, name, code, ranks_per_host=job.distribution.processes_per_host)
+    files = scheduled.config_files(job, name, code)
     files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{_FILES}/token")
     texts = {f"{file}.json": json.dumps(content, ensure_ascii=False) for file, content in files.items()}
     packed = {} if archive is None else {"binaryData": {SOURCES: base64.b64encode(archive).decode()}}
     queued = {QUEUE_LABEL: options.queue, _PRIORITY_LABEL: options.priority_class} if options.queue else {}
     places = scheduled.places_in_volumes(job, name)
-    return [
+    objects = [
         {
             **shell(
                 "Job",
                 "batch/v1",
-                labels={**labels, **{key: value for key, value in queued.items() if value is not None}},
+                labels={**labels, **queued},
                 annotations={PLACES: json.dumps(places), SUBMISSION: hashlib.sha256(token.encode()).hexdigest()},
             ),
             "spec": _job_spec(job, name, labels, places, secrets),
@@ -98,10 +98,11 @@ def manifests(
             "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB_LABEL: name}},
         },
     ]
+    return [scheduled.without_none(each) for each in objects]
 
 
 def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object without secrets; the sources by their size and digest."""
+    """Return an object without secrets, and the size and digest of the sources in their place."""
     shown: dict[str, Any] = json.loads(json.dumps(manifest))
     if manifest["kind"] == "Job":
         for variable in shown["spec"]["template"]["spec"]["containers"][0]["env"]:
@@ -124,12 +125,6 @@ def _job_spec(
     job: JobConfig, name: str, labels: Mapping[str, str], places: Mapping[str, str], secrets: Iterable[str]
 ) -> dict[str, Any]:
     options, count = job.backend.kubernetes, job.compute.instance_count
-    metadata = {"labels": labels, **({"annotations": dict(options.annotations)} if options.annotations else {})}
-    more = {
-        "activeDeadlineSeconds": scheduled.limit_of(job),
-        "suspend": True if options.queue is not None else None,  # Kueue lets it run
-        "ttlSecondsAfterFinished": options.keep_seconds,
-    }
     return {
         "completionMode": "Indexed",
         "completions": count,
@@ -146,8 +141,13 @@ def _job_spec(
                 {"action": "FailIndex", "onExitCodes": _exit_codes("NotIn", names.LOST)},
             ]
         },
-        **{key: value for key, value in more.items() if value is not None},
-        "template": {"metadata": metadata, "spec": _pod_spec(job, name, places, secrets)},
+        "activeDeadlineSeconds": scheduled.limit_of(job),
+        "suspend": True if options.queue is not None else None,  # Kueue lets it run
+        "ttlSecondsAfterFinished": options.keep_seconds,
+        "template": {
+            "metadata": {"labels": labels, "annotations": dict(options.annotations) or None},
+            "spec": _pod_spec(job, name, places, secrets),
+        },
     }
 
 
@@ -157,16 +157,6 @@ def _exit_codes(operator: str, *codes: int) -> dict[str, Any]:
 
 def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Iterable[str]) -> dict[str, Any]:
     options = job.backend.kubernetes
-    more: dict[str, Any] = {
-        "serviceAccountName": options.service_account,
-        "priorityClassName": options.priority_class,
-        "nodeSelector": dict(options.node_selector),
-        "tolerations": [toleration.model_dump(exclude_none=True) for toleration in options.tolerations],
-        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
-    }
-    if options.host_network:
-        more |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    limit = options.shared_memory
     token = {"name": name, "items": [{"key": "token", "path": "token"}]}
     return {
         "restartPolicy": "Never",
@@ -174,11 +164,16 @@ def _pod_spec(job: JobConfig, name: str, places: Mapping[str, str], secrets: Ite
         "automountServiceAccountToken": options.service_account is not None,
         "enableServiceLinks": False,
         "subdomain": name,
-        **{key: value for key, value in more.items() if value},
+        "serviceAccountName": options.service_account,
+        "priorityClassName": options.priority_class,
+        "nodeSelector": dict(options.node_selector) or None,
+        "tolerations": [toleration.model_dump() for toleration in options.tolerations] or None,
+        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets] or None,
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}),
         "containers": [_container(job, name, places, secrets)],
         "volumes": [
             {"name": "ml", "emptyDir": {}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", **({"sizeLimit": limit} if limit else {})}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
             {"name": "files", "projected": {"sources": [{"configMap": {"name": name}}, {"secret": token}]}},
             *(_volume(index, volume) for index, volume in enumerate(options.volumes)),
         ],
@@ -207,19 +202,15 @@ def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: It
     hidden = [
         {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": f"{_VARIABLE}{key}"}}} for key in secrets
     ]
-    amounts = {
-        **({"cpu": options.cpus} if options.cpus else {}),
-        **({"memory": options.memory} if options.memory else {}),
-        **({options.gpu_resource: str(options.gpus)} if options.gpus else {}),
-        **options.resources,
-    }
+    gpus = {options.gpu_resource: str(options.gpus)} if options.gpus else {}
+    amounts = {"cpu": options.cpus, "memory": options.memory, **gpus, **options.resources}
     return {
         "name": CONTAINER,
         "image": job.image,
         "command": ["python3", "-m", "smpkit_container", "train"],
         "workingDir": _BASE,
         "env": [*plain, *hidden],
-        **({"resources": {"requests": amounts, "limits": amounts}} if amounts else {}),
+        "resources": {"requests": amounts, "limits": amounts} if any(amounts.values()) else None,
         "terminationMessagePath": _MESSAGE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
@@ -227,11 +218,7 @@ def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: It
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - in the pod
             {"name": "files", "mountPath": _FILES},
             *(
-                {
-                    "name": f"volume-{index}",
-                    "mountPath": volume.mount,
-                    **({"readOnly": True} if volume.read_only else {}),
-                }
+                {"name": f"volume-{index}", "mountPath": volume.mount, "readOnly": volume.read_only or None}
                 for index, volume in enumerate(options.volumes)
             ),
         ],
@@ -246,7 +233,7 @@ def _volume(index: int, volume: Volume) -> dict[str, Any]:
         kind = {"hostPath": {"path": volume.host_path, "type": "Directory"}}
     elif volume.nfs is not None:
         server, _, path = volume.nfs.partition(":")
-        kind = {"nfs": {"server": server, "path": path, **({"readOnly": True} if volume.read_only else {})}}
+        kind = {"nfs": {"server": server, "path": path, "readOnly": volume.read_only or None}}
     else:
         kind = dict(volume.source or {})
     return {"name": f"volume-{index}", **kind}

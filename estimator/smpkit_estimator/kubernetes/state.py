@@ -16,13 +16,12 @@ from smpkit_estimator.backend import Clock, LogLine, merged
 from smpkit_estimator.kubernetes.api import Api, Object
 from smpkit_estimator.kubernetes.manifests import CONTAINER, JOB_LABEL, PLACES
 from smpkit_estimator.scheduled import status_with_phases
-from smpkit_estimator.status import JobFailure, JobStatus, Machines, Phase, blamed, read_reason
+from smpkit_estimator.status import JobFailure, JobStatus, Machines, Phase, failure_of, read_reason
 
 STOPPED_AT = "smpkit/stopped"
 """Annotation of a job that somebody asked to stop: when."""
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_MAX_REASON_CHARACTERS = 1024
 _OF_SIGNALS = 128
 """Exit codes above this one are of signals."""
 _RESTARTED = (names.STOPPED, names.LOST)
@@ -33,11 +32,7 @@ _EARLY = datetime.fromtimestamp(0, timezone.utc)
 
 
 def status_of(job: Object, pods: Sequence[Object], now: datetime) -> JobStatus:
-    """Return the state of a job.
-
-    Args:
-        pods: those of earlier attempts, too; none where only the Job was asked for.
-    """
+    """Return the state of a job; `pods` has those of earlier attempts, too, or none where only the Job was read."""
     metadata = job["metadata"]
     places = json.loads(metadata.get("annotations", {}).get(PLACES, "{}"))
     status, phase, ended = _state(job)
@@ -66,7 +61,7 @@ def status_of(job: Object, pods: Sequence[Object], now: datetime) -> JobStatus:
 
 
 def _state(job: Object) -> tuple[str, str, datetime | None]:
-    """Return a Job's status, its phase, and when it ended, from the Job alone."""
+    """Return a Job's status, its phase, and when it ended."""
     status, metadata = job.get("status") or {}, job["metadata"]
     conditions = {each["type"]: each for each in status.get("conditions") or () if each["status"] == "True"}
     asked = STOPPED_AT in (metadata.get("annotations") or {})
@@ -113,13 +108,11 @@ def _message(job: Object, pods: Sequence[Object], phase: str) -> str:
 
 
 def _failure(job: Object, pods: Sequence[Object]) -> JobFailure:
-    """Return why a job failed: what the host of the first failing rank left, else another, else Kubernetes's words."""
-    words = blamed(reason for reason in map(_reason, pods) if reason is not None)
-    if words is None:
-        failed = [each for each in job.get("status", {}).get("conditions") or () if each["type"] == "Failed"]
-        told = [f"Kubernetes says {each.get('reason', 'Failed')}: {each.get('message', '')}" for each in failed]
-        words = told[0].rstrip(": ") if told else "the job failed, and Kubernetes does not say why"
-    return read_reason(words[:_MAX_REASON_CHARACTERS])
+    words = "the job failed, and Kubernetes does not say why"
+    for condition in job.get("status", {}).get("conditions") or ():
+        if condition["type"] == "Failed":
+            words = f"Kubernetes says {condition.get('reason', 'Failed')}: {condition.get('message', '')}".rstrip(": ")
+    return failure_of(filter(None, map(_reason, pods)), words)
 
 
 def _reason(pod: Object) -> tuple[datetime, str] | None:
@@ -209,7 +202,6 @@ class PodLog:
         self._streams: dict[str, _Stream] = {}
 
     def read(self) -> list[LogLine]:
-        """Return what has come since the last call; the first one returns all, or the tail."""
         lines: list[LogLine] = []
         for pod in self._api.list("Pod", f"{JOB_LABEL}={self._name}"):
             name, over = pod["metadata"]["name"], _end(pod) is not None

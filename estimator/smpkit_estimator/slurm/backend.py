@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -41,13 +40,13 @@ from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.local import local_inputs, local_secrets
 from smpkit_estimator.slurm.folder import (
     Run,
-    RunLog,
     all_runs,
     find_run,
     kept_job,
     make_run,
     named_places,
     read_json,
+    run_log,
     runs_folder,
     unmake_run,
     write_json,
@@ -90,7 +89,7 @@ class SlurmCluster:
         problems: list[Problem] = []
         sources = job_sources(job, folder, problems, script_only=script_only)
         inputs = dict(local_inputs(job, folder, problems))
-        hidden = dict(local_secrets(job, os.environ, problems))
+        hidden = dict(local_secrets(job, problems))
         absolute = _with_absolute_places(job, folder, inputs)
         chosen = name or unique_name(job.name, self.clock.now())
         return _plan(absolute, chosen, settings, hidden, problems=problems, notes=notes, sources=sources)
@@ -124,7 +123,7 @@ class SlurmCluster:
         return status_of(run, record_of(run), self.clock.now())
 
     def log(self, name: str, *, since: datetime | None = None, tail: int | None = None) -> Iterator[list[LogLine]]:
-        return iter(RunLog(find_run(name), since, tail).read, None)
+        return run_log(find_run(name), since, tail)
 
     def stop(self, name: str) -> None:
         run = find_run(name)
@@ -171,7 +170,6 @@ class SlurmCluster:
 
 
 def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's commands know the way
-    """Open the cluster of this machine."""
     return SlurmCluster()
 
 
@@ -194,11 +192,7 @@ def _plan(
     Args:
         settings: of the cluster.
         hidden: the variables that are secrets.
-        problems: what is wrong with the job anyway.
-        code: where the sources lie already.
-
-    Raises:
-        ConfigError: the job cannot be sent as it is; lists all problems.
+        code: the sources of a run that this one goes on from; `sources` are packed otherwise.
     """
     options, count = job.backend.slurm, job.compute.instance_count
     problems = [*_not_for_slurm(job, name), *problems]
@@ -224,7 +218,7 @@ def _plan(
         interface=options.interface,
     )
     variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
-    files = scheduled.config_files(job, name, str(run / "code"), ranks_per_host=job.distribution.processes_per_host)
+    files = scheduled.config_files(job, name, str(run / "code"))
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
     shown = {"script": script, "folder": str(run), **scheduled.shown_files(files)}
     shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
@@ -245,7 +239,6 @@ def _plan(
 
 
 def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Path]) -> JobConfig:
-    """Return the job file without places that depend on where it lies."""
     channels = {
         name: each.model_copy(update={"uri": str(inputs.get(name, each.uri))}) for name, each in job.inputs.items()
     }
@@ -263,7 +256,6 @@ def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Pat
 
 
 def _not_for_slurm(job: JobConfig, name: str) -> Iterator[Problem]:
-    """Yield the settings that Slurm cannot follow."""
     yield from scheduled.not_for_schedulers(job, name)
     places: dict[KeyPath, str | None] = {("output",): job.output}
     places["checkpoints", "uri"] = job.checkpoints.uri if job.checkpoints is not None else None
@@ -295,8 +287,8 @@ def _container_runtime(options: Slurm, image: str | None, problems: list[Problem
     if options.container != "auto":
         return options.container
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=20, check=False).stdout
-        if "--container-image" in said:
+        options_of_srun = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=20, check=False)
+        if "--container-image" in options_of_srun.stdout:
             return "pyxis"
     if shutil.which("apptainer"):
         return "apptainer"

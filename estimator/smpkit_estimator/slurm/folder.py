@@ -64,17 +64,11 @@ def named_places(job: JobConfig) -> dict[str, Path]:
 
 
 def runs_folder() -> Path:
-    """Return where runs are found by their names."""
     chosen = os.environ.get("SMPKIT_RUNS")
     return Path(chosen).absolute() if chosen else Path.home() / "smpkit-runs"
 
 
 def find_run(name: str) -> Path:
-    """Return the folder of a run.
-
-    Raises:
-        UsageError: there is none, or none can have this name.
-    """
     check_name(name)
     run = runs_folder() / name
     if not (run / "job.json").is_file():
@@ -84,18 +78,11 @@ def find_run(name: str) -> Path:
 
 
 def all_runs() -> Iterator[Path]:
-    """Yield the folder of every run."""
     with contextlib.suppress(FileNotFoundError):
         yield from (path.resolve() for path in runs_folder().iterdir() if (path / "job.json").is_file())
 
 
 def make_run(run: Run, now: datetime) -> None:
-    """Write the folder of a run.
-
-    Raises:
-        UsageError: there is a run of this name.
-        CloudError: the folder cannot be written.
-    """
     folder, root = run.folder, runs_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,7 +152,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def kept_job(run: Path) -> dict[str, Any]:
-    """Return the job file of a run, and when and where it was sent."""
+    """Return what `job.json` holds: the job file, when it was sent, and to which cluster."""
     kept = read_json(run / "job.json")
     if kept is None:
         raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {run}` forgets the job")
@@ -173,6 +160,28 @@ def kept_job(run: Path) -> dict[str, Any]:
 
 
 _STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6})Z (.*)", re.DOTALL)
+
+
+def run_log(run: Path, since: datetime | None, tail: int | None) -> Iterator[list[LogLine]]:
+    """Yield without end what nodes have written into a run's folder since the last time, sorted by time."""
+    streams: dict[str, _Stream] = {}
+    while True:
+        for path in sorted((run / "logs").glob("*.log")):
+            if path.name not in streams and path.stat().st_size:
+                began = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+                streams[path.name] = _Stream(path, _node_of(path), began)
+        lines: list[LogLine] = []
+        for stream in streams.values():
+            fresh = [line for line in stream.read() if since is None or line.time >= since]
+            lines += fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]
+        tail = None
+        yield merged(lines)
+
+
+def _node_of(path: Path) -> str:
+    """Return the node that wrote a file; the file's name has the attempt and the node's number: `0-1.log`."""
+    attempt, _, number = path.stem.partition("-")
+    return path.with_name(f"{attempt}.hosts").read_text().split()[int(number)] if number else path.stem
 
 
 @dataclass
@@ -183,43 +192,14 @@ class _Stream:
     """The time of its last line: what is printed beside the launcher has none."""
     offset: int = 0
 
-
-class RunLog:
-    """The logs that nodes write into a run's folder; each call of `read` returns what is new, sorted by time."""
-
-    def __init__(self, run: Path, since: datetime | None = None, tail: int | None = None) -> None:
-        self._folder, self._since, self._tail = run / "logs", since, tail
-        self._streams: dict[str, _Stream] = {}
-
-    def read(self) -> list[LogLine]:
-        """Return what has come since the last call; the first one returns all, or the tail."""
-        tail, self._tail = self._tail, None
-        for path in sorted(self._folder.glob("*.log")):
-            if path.name not in self._streams and path.stat().st_size:
-                began = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
-                self._streams[path.name] = _Stream(path, self._host_of(path), began)
-        lines: list[LogLine] = []
-        for stream in self._streams.values():
-            fresh = self._new(stream)
-            lines += fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]
-        return merged(lines)
-
-    def _host_of(self, path: Path) -> str:
-        """Return the node of a file, whose name has the attempt and the node's number: `0-1.log`."""
-        attempt, _, number = path.stem.partition("-")
-        return (self._folder / f"{attempt}.hosts").read_text().split()[int(number)] if number else path.stem
-
-    def _new(self, stream: _Stream) -> list[LogLine]:
-        with stream.path.open("rb") as file:
-            file.seek(stream.offset)
+    def read(self) -> Iterator[LogLine]:
+        """Yield the lines that are new."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
             whole, end, _ = file.read().rpartition(b"\n")  # half a line is read again
-        stream.offset += len(whole + end)
-        lines = []
+        self.offset += len(whole + end)
         for text in whole.decode("utf-8", "replace").split("\n") if end else ():
             stamped = _STAMPED.fullmatch(text)
-            words = stamped[2] if stamped else text
             if stamped:
-                stream.last = datetime.fromisoformat(stamped[1]).replace(tzinfo=timezone.utc)
-            if self._since is None or stream.last >= self._since:
-                lines.append(LogLine(stream.last, stream.host, words))
-        return lines
+                self.last = datetime.fromisoformat(stamped[1]).replace(tzinfo=timezone.utc)
+            yield LogLine(self.last, self.host, stamped[2] if stamped else text)

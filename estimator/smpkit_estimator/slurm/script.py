@@ -13,13 +13,7 @@ from smpkit_estimator.scheduled import limit_of
 
 
 def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequence[str]) -> str:
-    """Return the script.
-
-    Args:
-        run: the folder of the run.
-        around: options of `srun`.
-        command: what every node runs.
-    """
+    """Return the script; `around` are more options of `srun`, `command` is what every node runs."""
     options, nodes = job.backend.slurm, job.compute.instance_count
     srun = [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(job)}"),
@@ -105,7 +99,7 @@ def _time_limit(seconds: int) -> str:
 def container_words(
     runtime: str, image: str | None, mounts: Sequence[str], *, gpus: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return options of srun, and what comes before the command, to run it in an image."""
+    """Return the options of srun, and the words before the command, that run it in an image."""
     if image is None or runtime == "none":
         return (), ()
     pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in dict.fromkeys(mounts)]

@@ -15,7 +15,7 @@ from smpkit.config import scheduled as names
 from smpkit.errors import CloudError, UnreachableError
 from smpkit_estimator.scheduled import status_with_phases
 from smpkit_estimator.slurm.folder import kept_job, read_json
-from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, blamed, read_reason
+from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, failure_of
 
 _STATES: Mapping[str, tuple[str, str]] = {
     "PENDING": ("InProgress", "Pending"),
@@ -46,7 +46,6 @@ _WORDS: Mapping[str, str] = {
     "OUT_OF_MEMORY": "the job ran out of memory (Slurm: OUT_OF_MEMORY)",
     "BOOT_FAIL": "the job's nodes could not be started",
 }
-_MAX_REASON_CHARACTERS = 1024
 _LAST_LINES = 5
 
 
@@ -72,9 +71,6 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
 
     Args:
         known: all that the controller remembers, if it was asked for that.
-
-    Raises:
-        CloudError: it was not started, or left nothing.
     """
     sent = read_json(run / "slurm.json")
     number = str(sent["id"]) if sent is not None else id_by_name(run.name)
@@ -100,7 +96,6 @@ def _left(run: Path, number: str) -> Record | None:
 
 
 def listed_run(run: Path, known: Mapping[str, Record], now: datetime) -> JobStatus:
-    """Return the state of a run, or that nobody knows it."""
     try:
         return status_of(run, record_of(run, known), now)
     except UnreachableError:
@@ -111,7 +106,6 @@ def listed_run(run: Path, known: Mapping[str, Record], now: datetime) -> JobStat
 
 
 def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
-    """Return the state of a run from what Slurm and the run's folder say."""
     status, phase = _STATES.get(record.state, ("Failed", "Failed"))
     kept, stopped = kept_job(run), (run / "stopped").exists()
     if stopped and status == "Completed":
@@ -148,18 +142,14 @@ def status_of(run: Path, record: Record, now: datetime) -> JobStatus:
 
 
 def _failure(run: Path, record: Record) -> JobFailure:
-    """Return why a run failed: what the host of the first failing rank left, else another, else Slurm's words."""
-    files = run.glob("nodes/*/output/failure")
-    left = [
+    reasons = (
         (datetime.fromtimestamp(path.stat().st_mtime, timezone.utc), path.read_text("utf-8", "replace"))
-        for path in files
-    ]
-    words = blamed(left)
-    if words is None:
-        log = run / "logs" / "slurm.log"
-        lines = log.read_text("utf-8", "replace").strip().splitlines()[-_LAST_LINES:] if log.is_file() else []
-        words = "\n".join([_WORDS.get(record.state, f"Slurm says {record.state}, {record.reason}"), *lines])
-    return read_reason(words[:_MAX_REASON_CHARACTERS])
+        for path in run.glob("nodes/*/output/failure")
+    )
+    log = run / "logs" / "slurm.log"
+    lines = log.read_text("utf-8", "replace").strip().splitlines()[-_LAST_LINES:] if log.is_file() else []
+    words = _WORDS.get(record.state, f"Slurm says {record.state}, {record.reason}")
+    return failure_of(reasons, "\n".join([words, *lines]))
 
 
 # ---- Slurm's own commands --------------------------------------------------------------------------------------------
@@ -179,12 +169,7 @@ _WIDTH = 255
 
 
 def ask(*command: str, doing: str) -> str:
-    """Run a command of Slurm and return what it prints.
-
-    Raises:
-        UnreachableError: the controller did not answer.
-        CloudError: it is not installed here, or refused.
-    """
+    """Run a command of Slurm and return what it prints; raise UnreachableError if the controller did not answer."""
     if shutil.which(command[0]) is None:
         hint = "run this where Slurm's commands are, such as a login node"
         raise CloudError(f"{doing}: `{command[0]}` was not found", hint=hint)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,16 +100,10 @@ def make(num_devices: int) -> types.ModuleType:
         "stream": stream,
         "synchronize": torch.accelerator.synchronize,
     }
-    for name in _of_torch(
-        (
-            *("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
-            *("memory_stats", "reset_peak_memory_stats"),
-        )
-    ):
-        contents[name] = getattr(torch.accelerator, name)
+    of_torch = (
+        *("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+        *("memory_stats", "reset_peak_memory_stats"),
+    )
+    contents |= {name: getattr(torch.accelerator, name) for name in of_torch if hasattr(torch.accelerator, name)}
     module.__dict__.update(contents)
     return module
-
-
-def _of_torch(names: Sequence[str]) -> list[str]:
-    return [name for name in names if hasattr(torch.accelerator, name)]

@@ -80,7 +80,7 @@ inline void carry(World& w, const CommunicatorsRef& all, const Channel& channel,
     {
       Lock lock(w.monitor);
       auto ended = [&] { return all->aborted; };
-      if (!execute_until_ready(w, channel.lanes.at(job->device), job->message.get(), ended)) return;
+      if (!execute_until(w, job->message->ready, channel.lanes.at(job->device), ended)) return;
       if (w.serial_messages) {  // what was queued before on this device, on any communicator
         while (!all->aborted && *w.open_messages.lower_bound({job->device, 0}) != std::pair{job->device, job->message->number}) {
           if (late()) {
@@ -131,21 +131,11 @@ struct SimWork final : c10d::Work {
   SimWork(int rank, c10d::OpType type, PointRef end, MessageRef message, Kept memory, Tensors results, bool blocks)
       : c10d::Work(rank, type), end_(std::move(end)), message_(std::move(message)), memory_(std::move(memory)),
         results_(std::move(results)), blocks_(blocks) {}
-  bool isCompleted() override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    return ask(w, end_);
-  }
+  bool isCompleted() override { return locked([&](World& w) { return ask(w, end_); }); }
   bool isSuccess() const override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    return message_->arrived && !message_->error;
+    return locked([&](World&) { return message_->arrived && !message_->error; });
   }
-  std::exception_ptr exception() const override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    return message_->error;
-  }
+  std::exception_ptr exception() const override { return locked([&](World&) { return message_->error; }); }
   void synchronize() override {
     auto& w = world();
     std::vector<c10::Storage> free;
@@ -156,11 +146,7 @@ struct SimWork final : c10d::Work {
   }
   bool wait(Milliseconds timeout) override {
     synchronize();
-    if (blocks_ || timeout != kNoTimeout) {
-      auto& w = world();
-      Lock lock(w.monitor);
-      settle(w, end_);
-    }
+    if (blocks_ || timeout != kNoTimeout) locked([&](World& w) { settle(w, end_); });
     return true;
   }
   Tensors result() override { return results_; }
@@ -202,11 +188,15 @@ class SimBackend final : public c10d::Backend {
   }
 
   WorkRef broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    return in_place("broadcast", c10d::OpType::BROADCAST, tensors, opts.timeout, [=](Tensors& t, auto& gloo) {
-      c10d::BroadcastOptions o;
-      o.rootRank = opts.rootRank, o.rootTensor = opts.rootTensor;
-      return gloo.broadcast(t, o);
-    });
+    Step step(opts.timeout);
+    for (auto& each : tensors) {
+      step.add({each}, {each}, [=, all = all_](Part& part) {
+        c10d::BroadcastOptions o;
+        o.rootRank = opts.rootRank, o.rootTensor = opts.rootTensor;
+        return std::vector{all->gloo->broadcast(part.in, o)};
+      }, [](Part& part) { part.out[0].copy_(part.in[0]); });
+    }
+    return queue(group_, c10d::OpType::BROADCAST, "broadcast", std::move(step));
   }
   WorkRef allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     return reduction("all_reduce", c10d::OpType::ALLREDUCE, tensors, opts);
@@ -420,16 +410,6 @@ class SimBackend final : public c10d::Backend {
       part.out[0].copy_(sum.narrow(0, rank * length, length).view_as(part.out[0]));
       return std::vector<WorkRef>{};
     };
-  }
-
-  template <class Body>
-  WorkRef in_place(const std::string& name, c10d::OpType type, Tensors& tensors, Milliseconds timeout, Body body) {
-    Step step(timeout);
-    for (auto& each : tensors) {
-      step.add({each}, {each}, [=, all = all_](Part& part) { return std::vector<WorkRef>{body(part.in, *all->gloo)}; },
-               [](Part& part) { part.out[0].copy_(part.in[0]); });
-    }
-    return queue(group_, type, name, std::move(step));
   }
 
   WorkRef queue(const std::string& key, c10d::OpType type, const std::string& name, Step step) {

@@ -38,9 +38,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   bool queryStream(const Stream& s) const override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    return ask(w, mark(w, lane_of(s)));
+    return locked([&](World& w) { return ask(w, mark(w, lane_of(s))); });
   }
   void synchronizeStream(const Stream& s) const override {
     auto& w = world();
@@ -67,20 +65,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     point(*event) = mark(w, lane_of(s));
   }
   void block(void* event, const Stream& s) const override {
-    if (!event) return;
-    auto& w = world();
-    Lock lock(w.monitor);
-    give(w, lane_of(s), {.wait = point(event)});
+    if (event) locked([&](World& w) { give(w, lane_of(s), {.wait = point(event)}); });
   }
   bool queryEvent(void* event) const override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    return !event || ask(w, point(event));
+    return !event || locked([&](World& w) { return ask(w, point(event)); });
   }
   void synchronizeEvent(void* event) const override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    if (event) settle(w, point(event));
+    if (event) locked([&](World& w) { settle(w, point(event)); });
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override {
     device_memory().recordStream(data, s);

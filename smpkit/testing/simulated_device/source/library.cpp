@@ -71,14 +71,8 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 namespace {
+using sim::locked;
 using Strings = std::vector<std::string>;
-
-template <class Body>
-auto locked(Body body) {
-  auto& w = sim::world();
-  sim::Lock lock(w.monitor);
-  return body(w);
-}
 }  // namespace
 
 TORCH_LIBRARY(sim, m) {

@@ -91,20 +91,14 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
   void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "sim: copy_data"); }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    release(w);
-  }
+  void emptyCache(c10::MempoolId_t) override { locked(release); }
   void recordStream(const c10::DataPtr& data, Stream s) override {
     auto& w = world();
     Lock lock(w.monitor);
     if (auto* region = region_of(w, data.get()); region && region->lane != lane_of(s)) region->users.insert(lane_of(s));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
-    auto& w = world();
-    Lock lock(w.monitor);
-    return w.stats.at(device < 0 ? current_device : device);
+    return locked([&](World& w) { return w.stats.at(device < 0 ? current_device : device); });
   }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex device) override {

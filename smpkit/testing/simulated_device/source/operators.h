@@ -318,7 +318,7 @@ inline bool run_dropout(uint64_t seed, Stack& exec) {
   return true;
 }
 
-inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
+inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto num_arguments = schema.arguments().size(), begin = stack->size() - num_arguments;
   const auto name = schema.operator_name().name;
@@ -477,8 +477,6 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   for (auto& each : results) stack->push_back(std::move(each));
 }
 
-inline void fallback(const c10::OperatorHandle& op, Stack* stack) { fallback_as(op, stack); }
-
 // No lock is held while a handle of the user's tensor is copied: since torch 2.12 that may take the GIL.
 inline void queue_copy(const Tensor& self, const Tensor& dst, bool non_blocking) {
   if (!self.numel()) return;
@@ -570,7 +568,7 @@ inline int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 inline void convolution(const c10::OperatorHandle&, Stack* stack) {
-  fallback_as(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
+  fallback(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
 }
 inline void convolution_backward(const c10::OperatorHandle&, Stack* stack) {  // without the bias' sizes, third from the front
   const auto weight = (*stack)[stack->size() - 8].toTensor();
@@ -579,7 +577,7 @@ inline void convolution_backward(const c10::OperatorHandle&, Stack* stack) {  //
   c10::List<int64_t> sizes;
   sizes.push_back(transposed ? weight.size(1) * groups : weight.size(0));
   stack->insert(stack->end() - 7, IValue(sizes));
-  fallback_as(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
+  fallback(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
 }
 
 // A kernel that does nothing for so long, as `torch.cuda._sleep`.

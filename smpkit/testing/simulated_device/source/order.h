@@ -252,6 +252,14 @@ inline World& world() {
   return *w;
 }
 
+// Use the world while nobody else does.
+template <class Body>
+auto locked(Body body) {
+  auto& w = world();
+  Lock lock(w.monitor);
+  return body(w);
+}
+
 inline thread_local DeviceIndex current_device = 0;
 inline thread_local std::map<DeviceIndex, c10::StreamId> current_streams;
 inline thread_local int in_kernel = 0;
@@ -388,36 +396,18 @@ inline bool force(World& w, const PointRef& point, double seconds = kForever) {
   return true;
 }
 
-// Execute all that comes before a message, for other ranks: the host learns nothing of it.
-inline bool execute_until_ready(World& w, size_t lane, const Message* message, const std::function<bool()>& ended);
-
-inline bool execute_point(World& w, const PointRef& point, const std::function<bool()>& ended) {
-  while (!point->executed) {
-    auto& items = w.lanes[point->lane].items;
-    auto next = std::find_if(items.begin(), items.end(), [](const Item& item) { return !item.executed; });
-    TORCH_INTERNAL_ASSERT(next != items.end());
-    if (auto before = next->wait; before && !before->executed) {
-      if (!execute_point(w, before, ended)) return false;
-    } else if (arrived(w, *next)) {
-      run(w, *next);
-    } else {
-      if (ended()) return false;
-      w.monitor.wait(0.1);
-    }
-  }
-  return true;
-}
-
-inline bool execute_until_ready(World& w, size_t lane, const Message* message, const std::function<bool()>& ended) {
-  while (!message->ready) {
+// Execute a stream's work until something is reached (a point executed, a message ready), for other ranks: the host learns
+// nothing of it.
+inline bool execute_until(World& w, const bool& reached, size_t lane, const std::function<bool()>& ended) {
+  while (!reached) {
     auto& items = w.lanes[lane].items;
     auto next = std::find_if(items.begin(), items.end(), [](const Item& item) { return !item.executed; });
     TORCH_INTERNAL_ASSERT(next != items.end());
     if (auto before = next->wait; before && !before->executed) {
-      if (!execute_point(w, before, ended)) return false;
+      if (!execute_until(w, before->executed, before->lane, ended)) return false;
     } else if (arrived(w, *next)) {
       run(w, *next);
-    } else if (!message->ready) {
+    } else if (!reached) {
       if (ended()) return false;
       w.monitor.wait(0.1);
     }
