@@ -190,7 +190,9 @@ class Containers:
             shutil.rmtree(own, ignore_errors=True)
             (own / "output").mkdir(parents=True)
             hosts = list(self.hosts)
-            files = platform_files(self._plan, self.name, hosts, host, submit_directory=_CODE, interface="eth0")
+            files = platform_files(
+                self._plan, self.name, hosts, host, code=_CODE, checkpoints="/opt/ml/checkpoints", interface="eth0"
+            )
             write_files(own / "config", files)
 
     @property

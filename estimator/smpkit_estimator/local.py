@@ -215,7 +215,8 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
     if plan.dependencies:
         for path in (*plan.source.iterdir(), *plan.dependencies):
             _link(folder / "code" / path.name, path)
-    files = platform_files(plan, folder.name, [_HOST], _HOST, submit_directory=str(code), interface="lo")
+    checkpoints = str(folder / CHECKPOINTS)
+    files = platform_files(plan, folder.name, [_HOST], _HOST, code=str(code), checkpoints=checkpoints, interface="lo")
     make_tree(folder, plan.places(folder), plan.inputs, files)
     variables = {**environ, **plan.job.variables, **plan.secrets}
     if plan.dependencies:
@@ -244,17 +245,17 @@ def make_tree(
 
 
 def platform_files(
-    plan: LocalPlan, name: str, hosts: Sequence[str], host: str, *, submit_directory: str, interface: str
+    plan: LocalPlan, name: str, hosts: Sequence[str], host: str, *, code: str, checkpoints: str, interface: str
 ) -> dict[str, Any]:
     """Return the contents of the files that one of the hosts sees below `input/config`, by name without `.json`.
 
     Args:
-        submit_directory: the path of the sources as the host sees it.
+        code: the path of the sources as the host sees it; likewise `checkpoints`.
     """
     ranks = plan.ranks // len(hosts)
     group = {"instance_group_name": HOMOGENEOUS, "instance_type": "local", "hosts": list(hosts)}
     return {
-        **config_files(plan.job, name, submit_directory, ranks_per_host=ranks, mpi=True),
+        **config_files(plan.job, name, code, ranks_per_host=ranks, mpi=True),
         "resourceconfig": {
             "current_host": host,
             "current_instance_type": "local",
@@ -263,6 +264,7 @@ def platform_files(
             "instance_groups": [group],
             "network_interface_name": interface,
         },
+        "checkpointconfig": {"LocalPath": checkpoints},
     }
 
 
