@@ -99,8 +99,7 @@ class Loop(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = x + layer(x)
-        result: Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
 
 class DroppingLayer(nn.Module):
@@ -109,8 +108,7 @@ class DroppingLayer(nn.Module):
         self.inner, self.dropout, self.last = block(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.last(self.dropout(self.inner(x)))
-        return result
+        return x + self.last(self.dropout(self.inner(x)))
 
 
 class Dropping(nn.Module):
@@ -158,8 +156,7 @@ class Inception(nn.Module):
         made = torch.stack([branch(x) for branch in self.branches], dim=1)
         weights = made.mean(-1, keepdim=True).softmax(dim=1)
         left, right = (weights * made).sum(1).chunk(2, dim=-1)
-        result: Tensor = self.head(torch.cat([right, left.sin()], -1))
-        return result
+        return self.head(torch.cat([right, left.sin()], -1))
 
 
 class Twice(nn.Module):
@@ -174,8 +171,7 @@ class Twice(nn.Module):
         x = self.shared(x)
         for layer in self.layers:
             x = x + layer(x)
-        result: Tensor = self.shared(torch.cat([x, x])).chunk(2)[0]
-        return result
+        return self.shared(torch.cat([x, x])).chunk(2)[0]
 
 
 class Common(nn.Module):
@@ -189,8 +185,7 @@ class Common(nn.Module):
         self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x) * self.table
-        return result
+        return self.linear(x) * self.table
 
 
 class CommonBlock(nn.Module):
@@ -201,8 +196,7 @@ class CommonBlock(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.act(self.own(self.common(x)))
-        return result
+        return x + self.act(self.own(self.common(x)))
 
 
 class SharesInside(nn.Module):
@@ -356,8 +350,7 @@ class TakesAnything(nn.Module):
         first = x = self.layers[0](x, scale=0.5, mode="tanh", flags=(True, True))
         x = self.layers[1](x, mask, scale=2.0, mode="none", extra=None)
         x = self.layers[2](x, mask=mask, scale=1.0, mode="tanh", extra={"bias": [first, None]}, flags=[True])
-        result: Tensor = self.layers[3](x, None, scale=1, mode="tanh", flags=(True, False))
-        return result
+        return self.layers[3](x, None, scale=1, mode="tanh", flags=(True, False))
 
 
 def mask_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -383,8 +376,7 @@ class Tied(nn.Module):
         x = self.embedding(ids)
         for layer in self.layers:
             x = x + layer(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class TiedFunctional(nn.Module):
@@ -434,8 +426,7 @@ class RootParameter(nn.Module):
         x = x + self.positions
         for layer in self.layers:
             x = x + layer(x) * self.scale
-        result: Tensor = self.head(x[:, 0]) * self.temperature
-        return result
+        return self.head(x[:, 0]) * self.temperature
 
 
 class Frozen(nn.Module):
@@ -455,8 +446,7 @@ class Frozen(nn.Module):
         x = self.stem(x)
         for layer in self.layers:
             x = x + layer(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class Normed(nn.Module):
@@ -473,8 +463,7 @@ class Normed(nn.Module):
         x = self.norm(self.first(x))
         for layer in self.layers:
             x = torch.relu(layer(x))
-        result: Tensor = self.plain(x)
-        return result
+        return self.plain(x)
 
 
 # --- several streams ----------------------------------------------------------------------------------------------
@@ -489,8 +478,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         x = x + self.own(x, x, x, attn_mask=mask, need_weights=False)[0]
-        result: Tensor = self.norm(x + self.cross(x, memory, memory)[0])
-        return result
+        return self.norm(x + self.cross(x, memory, memory)[0])
 
 
 class EncoderDecoder(nn.Module):
@@ -511,8 +499,7 @@ class EncoderDecoder(nn.Module):
         mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device), 1)
         for layer in self.decoder:
             x = layer(x, memory, mask)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class SeveralOutputs(nn.Module):
@@ -574,8 +561,7 @@ class BranchingModel(nn.Module):
         if x.mean() > 0:
             for layer in self.second:
                 x = x + layer(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class LossInside(nn.Module):
@@ -605,8 +591,7 @@ class InPlace(nn.Module):
         y = self.layers[2](x)
         y = y + x
         y.mul_(0.5)
-        result: Tensor = self.layers[3](y)
-        return result
+        return self.layers[3](y)
 
 
 def mapping_step(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -639,8 +624,7 @@ def made_by_transformers(name: str, task: str, sizes: dict[str, Any]) -> nn.Modu
     config = getattr(transformers, f"{name}Config")(**sizes)
     for chance in [key for key, value in vars(config).items() if "drop" in key and isinstance(value, float)]:
         setattr(config, chance, 0.0)
-    model: nn.Module = getattr(transformers, f"{name}{task}")(config)
-    return model
+    return getattr(transformers, f"{name}{task}")(config)
 
 
 def images(size: int, generator: torch.Generator) -> tuple[Any, ...]:

@@ -67,8 +67,7 @@ _cpu_of_start: dict[int | None, float] = {}
 
 
 def _pid_of_server() -> int | None:
-    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
 def _cpu_of(pid: int | None) -> float:

@@ -56,8 +56,7 @@ def contestants(model: Any, optimizer: Any) -> dict[str, Save]:
 
     def theirs_in_background(folder: Path) -> Callable[[], object]:
         response: Any = async_save(parts(), checkpoint_id=str(folder / "step"), process_group=group)
-        wait: Callable[[], object] = response.result
-        return wait
+        return response.result
 
     return {
         "smpkit, blocking": lambda folder: ours(folder, blocking=True),

@@ -65,8 +65,7 @@ class Slow(nn.Module):
             value = value * SleepForWeight.apply(self.weight, seconds)
         else:
             value = value * self.weight
-        result: Tensor = self.inner(value)
-        return result
+        return self.inner(value)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

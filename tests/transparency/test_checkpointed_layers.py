@@ -51,8 +51,7 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Counted.calls += 1
-        result: Tensor = self.last(torch.tanh(self.first(x)))
-        return result
+        return self.last(torch.tanh(self.first(x)))
 
 
 # --- calls of layers --------------------------------------------------------------------------------------------------
@@ -80,8 +79,7 @@ class Chain(Layers):
         self.layers = nn.Sequential(first, second, nn.ReLU(), third, nn.Flatten(), fourth)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.call(self.layers, x)
-        return result
+        return self.call(self.layers, x)
 
 
 class Halves(Calls):
@@ -92,16 +90,14 @@ class Halves(Calls):
         self.body, self.tail = Layers(), nn.Sequential(block(), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.call(self.tail, self.call(self.body, x))
-        return result
+        return self.call(self.tail, self.call(self.body, x))
 
 
 class Around(Layers):
     """Calls code around layers of several ranks, one of them twice, that computes between them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.call(self._inside, 1 * x)
-        return result
+        return self.call(self._inside, 1 * x)
 
     def _inside(self, x: Tensor) -> Tensor:
         for layer in (self.layers[2], *self.layers):

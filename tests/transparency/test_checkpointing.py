@@ -115,8 +115,7 @@ class Between(nn.Module):
         x = self.embedding(ids)
         for _ in range(2):
             x = self.call(self.draws, self.call(self.body, x))
-        scores: Tensor = self.head(functional.dropout(x, 0.1, self.training))
-        return scores
+        return self.head(functional.dropout(x, 0.1, self.training))
 
 
 def checkpoint_calls(model: Any) -> None:

@@ -142,8 +142,7 @@ class Branching(nn.Module):
         x = self.parts[0](x)
         if smp.pp_rank() == 0:
             raise KeyError("only here")
-        result: Tensor = self.parts[1](x)
-        return result
+        return self.parts[1](x)
 
 
 def fail_between_units() -> tuple[str, float]:

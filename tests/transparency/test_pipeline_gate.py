@@ -121,8 +121,7 @@ def recorded(name: str, cell: str) -> tuple[str, list[str]]:
 
 def known() -> dict[str, dict[str, str]]:
     """Return what was recorded, by model and placement, and under `versions` those of the libraries."""
-    loaded: dict[str, dict[str, str]] = yaml.safe_load(FILE.read_text()) if FILE.exists() else {}
-    return loaded
+    return yaml.safe_load(FILE.read_text()) if FILE.exists() else {}
 
 
 def installed(library: str) -> str:

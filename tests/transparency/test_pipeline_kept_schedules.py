@@ -28,8 +28,7 @@ class Tagger(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x) + x
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Cooled(nn.Linear):
@@ -47,8 +46,7 @@ class Annealed(nn.Module):
         self.embed, self.layer, self.head = nn.Embedding(TOKENS, WIDTH), block(), Cooled(WIDTH, TOKENS)
 
     def forward(self, ids: Tensor, temperature: float) -> Tensor:
-        logits: Tensor = self.head(self.layer(self.embed(ids)), temperature)
-        return logits
+        return self.head(self.layer(self.embed(ids)), temperature)
 
 
 def some_labels(size: int, generator: torch.Generator) -> tuple[Any, ...]:

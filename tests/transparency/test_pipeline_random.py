@@ -29,8 +29,7 @@ class Recomputed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.recompute:
             return self._inside(x)
-        result: Tensor = checkpoint(self._inside, x, use_reentrant=False)
-        return result
+        return checkpoint(self._inside, x, use_reentrant=False)
 
     def _inside(self, x: Tensor) -> Tensor:
         return functional.dropout(self.drop(self.linear(x)).tanh(), 0.2)
@@ -52,8 +51,7 @@ class Dropping(nn.Module):
         for layer in self.layers:
             if torch.rand([]) > 0.2:
                 x = x + functional.dropout(layer(x), 0.5, self.training)
-        result: Tensor = self.pair(x + 0.01 * torch.randn_like(x))
-        return result
+        return self.pair(x + 0.01 * torch.randn_like(x))
 
 
 class RecomputedInside(Dropping):
@@ -71,8 +69,7 @@ class RecomputedAround(Dropping):
             if torch.rand([]) > 0.2:
                 made = checkpoint(layer, x, use_reentrant=False)
                 x = x + functional.dropout(made, 0.5, self.training)
-        result: Tensor = self.pair(x + 0.01 * torch.randn_like(x))
-        return result
+        return self.pair(x + 0.01 * torch.randn_like(x))
 
 
 DROPPING = Case(Dropping, vectors, mse_step)
@@ -121,12 +118,10 @@ class FunctionRecomputed(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self._inside, x, use_reentrant=False)
-        return result
+        return checkpoint(self._inside, x, use_reentrant=False)
 
     def _inside(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(functional.dropout(self.first(x).tanh(), 0.5))
-        return result
+        return self.last(functional.dropout(self.first(x).tanh(), 0.5))
 
 
 def gradient_beside_difference() -> tuple[float, float]:

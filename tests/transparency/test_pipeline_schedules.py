@@ -27,8 +27,7 @@ class Recomputed(nn.Module):
         self.inside = block()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.inside, x, use_reentrant=False)
-        return result
+        return checkpoint(self.inside, x, use_reentrant=False)
 
 
 def chain() -> nn.Module:

@@ -230,19 +230,16 @@ def weight_changed(layers: Any, x: Tensor) -> Tensor:
     x = layers[0](x)
     with torch.no_grad():
         layers[0].weight.mul_(0.9)
-    result: Tensor = layers[1](x)
-    return result
+    return layers[1](x)
 
 
 def weight_made_by_another(layers: Any, x: Tensor) -> Tensor:
     weight = layers[0](torch.eye(WIDTH, dtype=x.dtype))
-    result: Tensor = torch.func.functional_call(layers[1], {"weight": weight}, (x,))
-    return result
+    return torch.func.functional_call(layers[1], {"weight": weight}, (x,))
 
 
 def mapped(layers: Any, x: Tensor) -> Tensor:
-    result: Tensor = torch.vmap(nn.Sequential(*layers))(x)
-    return result
+    return torch.vmap(nn.Sequential(*layers))(x)
 
 
 def assigning_step(model: Any, x: Tensor, y: Tensor) -> Tensor:

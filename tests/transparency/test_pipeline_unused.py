@@ -32,14 +32,12 @@ class Aside(nn.Module):
         return self.head(x), aside
 
     def call(self, layer: nn.Module, value: Tensor) -> Tensor:
-        result: Tensor = layer(value)
-        return result
+        return layer(value)
 
 
 class Checkpointed(Aside):
     def call(self, layer: nn.Module, value: Tensor) -> Tensor:
-        result: Tensor = checkpoint(layer, value, use_reentrant=False)
-        return result
+        return checkpoint(layer, value, use_reentrant=False)
 
 
 class TiedAside(Aside):
@@ -97,8 +95,7 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.mul_(2) if self.inplace else x
-        result: Tensor = Blocking.apply(x) * self.weight
-        return result
+        return Blocking.apply(x) * self.weight
 
 
 class Blocked(nn.Module):

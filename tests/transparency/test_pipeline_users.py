@@ -64,8 +64,7 @@ class SwishFunction(torch.autograd.Function):
 
 
 def swish(x: Tensor) -> Tensor:
-    result: Tensor = SwishFunction.apply(x)
-    return result
+    return SwishFunction.apply(x)
 
 
 class Swish(nn.Module):
@@ -168,8 +167,7 @@ class Extending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, self.kept = self.layers[0](x)
-        out: Tensor = self.layers[1](x)
-        return out
+        return self.layers[1](x)
 
 
 class Kept:
@@ -502,8 +500,7 @@ class Reading(nn.Linear):
         self.others = [other]
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = super().forward(x) * self.others[0].left
-        return result
+        return super().forward(x) * self.others[0].left
 
 
 class Leaving(nn.Linear):
@@ -529,8 +526,7 @@ class Between(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.first, Writing):
             seen: dict[str, Tensor] = {}
-            out: Tensor = self.second(self.first(x, seen)) + seen["first"]
-            return out
+            return self.second(self.first(x, seen)) + seen["first"]
         out = self.second(self.first(x))
         with torch.no_grad():
             self.mean = 0.5 * self.mean + 0.5 * out.mean(0)

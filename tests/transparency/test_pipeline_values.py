@@ -100,8 +100,7 @@ class Packed(nn.Module):
         packed, (last, _) = self.lstm(packed)
         packed, _ = self.gru(packed)
         padded, _ = rnn.pad_packed_sequence(packed, batch_first=True)
-        result: Tensor = self.head(padded).sum(1) + last[-1]
-        return result
+        return self.head(padded).sum(1) + last[-1]
 
 
 class Packing(nn.Linear):
@@ -150,8 +149,7 @@ class Sliced(nn.Module):
         left, right = x[:, :half].sum(1), x[:, half:, half]
         left = left.clone()
         left[half:] = 0.5
-        result: Tensor = self.layers[2](self.layers[1](left + right.sum(1, keepdim=True)))
-        return result
+        return self.layers[2](self.layers[1](left + right.sum(1, keepdim=True)))
 
 
 CASES = {

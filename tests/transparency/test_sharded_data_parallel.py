@@ -156,8 +156,7 @@ class PartlyFloat32(nn.Module):
             assert isinstance(block, nn.ModuleDict)
             grown = block["norm"](block["grow"](x))
             x = x + grown * block["gate"](x.float()).sigmoid().to(x.dtype)
-        result: Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
 
 PARTLY = Case(PartlyFloat32, vectors, mse_step, torch.float32)

@@ -123,8 +123,7 @@ def layer(kind: str = "Layer", **options: Any) -> Part:
     compute = plain.layer if kind == "Layer" else plain.transformer
 
     def call(module: nn.Module, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
-        result: Tensor = module((x, states, mask, cross_mask) if has_cross else (x, mask))[0]
-        return result
+        return module((x, states, mask, cross_mask) if has_cross else (x, mask))[0]
 
     def plainly(state: plain.State, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
         return compute(state, x, states if has_cross else None, mask, cross_mask if has_cross else None, sizes)

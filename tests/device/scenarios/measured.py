@@ -55,8 +55,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Long.apply(self.linear(x))
-        return out
+        return _Long.apply(self.linear(x))
 
 
 def _now_ns() -> int:
