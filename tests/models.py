@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -86,6 +86,32 @@ def sequential() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Stack(nn.Module):
+    """A ModuleList of equal layers, which follow each other unless a model calls them in a way of its own."""
+
+    layer: Callable[[], nn.Module] = staticmethod(block)
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layer() for _ in range(count)])
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def with_residuals(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Call layers in a row, each with a residual around it."""
+    for layer in layers:
+        x = x + layer(x)
+    return x
+
+
 class Loop(nn.Module):
     """A ModuleList and a Python loop, with a residual between the blocks."""
 
@@ -96,10 +122,7 @@ class Loop(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.norm(x)
+        return self.norm(with_residuals(self.layers, self.first(x)))
 
 
 class DroppingLayer(nn.Module):
@@ -111,17 +134,10 @@ class DroppingLayer(nn.Module):
         return x + self.last(self.dropout(self.inner(x)))
 
 
-class Dropping(nn.Module):
+class Dropping(Stack):
     """Drops at random: only trainings that draw alike can be compared."""
 
-    def __init__(self, count: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DroppingLayer() for _ in range(count)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    layer = DroppingLayer
 
 
 class UShape(nn.Module):
@@ -168,9 +184,7 @@ class Twice(nn.Module):
         self.layers = nn.ModuleList([block(), self.shared, block()])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.shared(x)
-        for layer in self.layers:
-            x = x + layer(x)
+        x = with_residuals(self.layers, self.shared(x))
         return self.shared(torch.cat([x, x])).chunk(2)[0]
 
 
@@ -202,9 +216,9 @@ class CommonBlock(nn.Module):
 class SharesInside(nn.Module):
     """Layers that have one module in common, and one activation."""
 
-    def __init__(self, common: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        common, act = common or Common(), nn.GELU()
+        common, act = Common(), nn.GELU()
         self.layers = nn.ModuleList([CommonBlock(common, act) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -239,18 +253,13 @@ class DictBlock(nn.Module):
         return {"x": torch.tanh(x), "hidden": [*state["hidden"], x], "count": state["count"] + 1}
 
 
-class ReturnsDict(nn.Module):
+class ReturnsDict(Stack):
     """Blocks that pass a dictionary on, and a dictionary as the result."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DictBlock() for _ in range(4)])
+    layer = DictBlock
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        state = {"x": x, "hidden": [], "count": 0}
-        for layer in self.layers:
-            state = layer(state)
-        return state
+        return super().forward({"x": x, "hidden": [], "count": 0})
 
 
 def dict_step(model: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -270,16 +279,11 @@ class DataclassBlock(nn.Module):
         return Output(prediction.relu(), [*x.hidden, prediction], name=type(self).__name__)
 
 
-class ReturnsDataclass(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DataclassBlock() for _ in range(4)])
+class ReturnsDataclass(Stack):
+    layer = DataclassBlock
 
     def forward(self, x: Tensor) -> Output:
-        out = Output(x, [])
-        for layer in self.layers:
-            out = layer(out)
-        return out
+        return super().forward(Output(x, []))
 
 
 def dataclass_step(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -301,12 +305,10 @@ class TupleBlock(nn.Module):
         return swapped, (swapped.left.detach(), (None, 3, "text", more[:1]))
 
 
-class ReturnsTuple(nn.Module):
+class ReturnsTuple(Stack):
     """Named and nested tuples, one branch of which needs no gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([TupleBlock() for _ in range(4)])
+    layer = TupleBlock
 
     def forward(self, x: Tensor) -> tuple[Pair, tuple[Any, ...]]:
         pair, more = Pair(x, x.flip(0)), ()
@@ -339,14 +341,12 @@ class ArgumentBlock(nn.Module):
         return x.tanh() if mode == "tanh" and all(flags) else x
 
 
-class TakesAnything(nn.Module):
+class TakesAnything(Stack):
     """Keyword, None, string, nested and non-tensor arguments, different from block to block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([ArgumentBlock() for _ in range(4)])
+    layer = ArgumentBlock
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         first = x = self.layers[0](x, scale=0.5, mode="tanh", flags=(True, True))
         x = self.layers[1](x, mask, scale=2.0, mode="none", extra=None)
         x = self.layers[2](x, mask=mask, scale=1.0, mode="tanh", extra={"bias": [first, None]}, flags=[True])
@@ -362,23 +362,6 @@ def mask_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 # --- shared, loose and frozen weights -----------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """Embedding and head are modules that share a Parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList([block() for _ in range(3)])
-        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
 class TiedFunctional(nn.Module):
     """The head is a function of the embedding's weight."""
 
@@ -388,18 +371,28 @@ class TiedFunctional(nn.Module):
         self.layers = nn.ModuleList([block() for _ in range(3)])
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return functional.linear(x, self.embedding.weight)
+        return functional.linear(with_residuals(self.layers, self.embedding(ids)), self.embedding.weight)
 
 
-class TiedNeighbours(nn.Module):
-    """Several pairs of layers share a weight, so that ranks in a row have weights in common with one or two others."""
+class Tied(TiedFunctional):
+    """Embedding and head are modules that share a Parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(with_residuals(self.layers, self.embedding(ids)))
+
+
+class TiedNeighbours(Stack):
+    """Several pairs of layers share a weight, so that ranks in a row have weights in common with one or two others."""
+
+    layer = staticmethod(linear)
+
+    def __init__(self) -> None:
+        super().__init__(8)
         for first, second in ((1, 2), (3, 4), (5, 6)):
             self.layers[second].weight = self.layers[first].weight
 
@@ -443,10 +436,7 @@ class Frozen(nn.Module):
         self.layers[2].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
+        return self.head(with_residuals(self.layers, self.stem(x)))
 
 
 class Normed(nn.Module):
@@ -509,8 +499,7 @@ class SeveralOutputs(nn.Module):
         self.left, self.right, self.value = block(), block(), nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        for layer in self.trunk:
-            x = x + layer(x)
+        x = with_residuals(self.trunk, x)
         return self.left(x), self.right(x), self.value(x).squeeze(-1)
 
 
@@ -556,11 +545,9 @@ class BranchingModel(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.first:
-            x = x + layer(x)
+        x = with_residuals(self.first, x)
         if x.mean() > 0:
-            for layer in self.second:
-                x = x + layer(x)
+            x = with_residuals(self.second, x)
         return self.head(x)
 
 
@@ -575,12 +562,10 @@ class LossInside(nn.Module):
         return None if y is None else self.criterion(prediction, y), prediction
 
 
-class InPlace(nn.Module):
+class InPlace(Stack):
     """Changes activations in place: in units, between them, by index and by augmented assignment."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)) for _ in range(4)])
+    layer = staticmethod(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)

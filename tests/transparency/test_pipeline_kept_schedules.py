@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.torch.pipeline.executor import Executor
-from tests.models import TOKENS, WIDTH, Case, block, tokens
+from tests.models import TOKENS, WIDTH, Case, block, tokens, with_residuals
 from tests.train import Trace, Way, same, train
 
 
@@ -25,10 +25,7 @@ class Tagger(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x) + x
-        return self.head(x)
+        return self.head(with_residuals(self.layers, self.embed(ids)))
 
 
 class Cooled(nn.Linear):

@@ -16,7 +16,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.testing.ranks import RankFailed
-from tests.models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
+from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.train import Way, run, same
 from tests.transparency.test_pipeline_gate import dealt, record
@@ -89,12 +89,11 @@ def swishing() -> nn.Module:
     return nn.Sequential(block(), Swish(), block(), Surrogate(0.5), block(), Swish())
 
 
-class Remembering(nn.Module):
+class Remembering(Stack):
     """Registers a hook at its first call, and keeps a list."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block(), block()])
+        super().__init__(2)
         self.seen: list[int] = []
         self.hooked = False
 
@@ -103,9 +102,7 @@ class Remembering(nn.Module):
             self.layers[0].register_forward_hook(lambda _module, _args, out: 2 * out)
             self.hooked = True
         self.seen.append(len(self.seen))
-        for layer in self.layers:
-            x = layer(x)
-        return x + WIDTH * len(self.seen)
+        return super().forward(x) + WIDTH * len(self.seen)
 
 
 class Stateful(nn.Linear):
@@ -120,25 +117,17 @@ class Stateful(nn.Linear):
         return x
 
 
-class Ring(nn.Module):
+class Ring(Stack):
     """Goes round its layers three times: several microbatches are on their way through a layer at once."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
+    layer = staticmethod(functools.partial(Stateful, WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if isinstance(layer, Stateful):  # as recurrent and spiking models do before a sequence
-                layer.hidden = None
+            layer.hidden = None  # type: ignore[assignment]  # as recurrent and spiking models do before a sequence
         for _ in range(3):
-            for layer in self.layers:
-                x = layer(x)
+            x = super().forward(x)
         return x
-
-
-def stateful() -> nn.Module:
-    return Ring([Stateful(WIDTH, WIDTH) for _ in range(4)])
 
 
 def scripted() -> nn.Module:
@@ -188,12 +177,8 @@ def likelihood_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-class Filling(nn.Module):
+class Filling(Stack):
     """Fills buffers of its own, as graph networks, mixtures of experts and decoders do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         gathered = torch.zeros(2 * len(x), WIDTH, dtype=x.dtype)
@@ -207,7 +192,6 @@ class Filling(nn.Module):
 
 
 PLACED = Way(pipeline=2, microbatches=2, placement=13)
-RING = Way(pipeline=2, placement=-1)
 ROWS = {
     # Each rank had what its own layers had collected: the loss of the routers missed all others'.
     "outputs that Hugging Face collects by hooks": (Case(mixtral, tokens, collecting_step), PLACED),
@@ -293,12 +277,11 @@ def test_units_and_hooks_run_once_for_each_microbatch_from_the_first_step_on() -
     assert run_ranks(count_calls, 3) == [[(4, 4, 0)] * 4, [(4, 4, 4)] * 4, [(4, 4, 4)] * 4]
 
 
-class Fetching(nn.Module):
+class Fetching(Stack):
     """Keeps what backward needs under hooks, around layers of several ranks, and counts how often each is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([block() for _ in range(4)])
         self.fetched: list[int] = []
 
     def fetch(self, kept: tuple[int, Tensor]) -> Tensor:
@@ -445,7 +428,7 @@ def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused()
     # Microbatches mixed what modules keep: the losses were other ones, without a word.
     message = r"`layers\.\d\.hidden`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
     with pytest.raises(RankFailed, match=message):
-        run(Case(stateful, vectors, mse_step), RING)
+        run(Case(Ring, vectors, mse_step), Way(pipeline=2, placement=-1))
 
 
 def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
