@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, TOKENS, LENGTH = 6, 11, 5
 
@@ -63,6 +64,15 @@ def mse_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def autocast_step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Lead only the model's own part under autocast, as SMP v1's examples did."""
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    loss = functional.mse_loss(out.float(), y)
+    model.backward(loss)
+    return loss, out
+
+
 def token_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     loss = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
     model.backward(loss)
@@ -73,6 +83,18 @@ def loss_in_model_step(model: Any, x: Tensor, y: Tensor) -> Any:
     loss, prediction = model(x, y)
     model.backward(loss)
     return loss, prediction
+
+
+# --- how models call their layers ---------------------------------------------------------------------------------
+
+
+def plainly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def by_torch(function: Callable[..., Any], *args: Any) -> Any:
+    """Compute it again in backward."""
+    return checkpoint(function, *args, use_reentrant=False)
 
 
 # --- plain stacks -------------------------------------------------------------------------------------------------

@@ -17,17 +17,13 @@ from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_seq
 import smpkit.torch as smp
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch import checkpoint, checkpoint_sequential
-from tests.models import MODELS, WIDTH, Case, block, mse_step, vectors
+from tests.models import MODELS, WIDTH, Case, block, by_torch, mse_step, plainly, vectors
 from tests.models_of_others import TRANSFORMERS
 from tests.ranks import run_ranks
 from tests.train import Trace, Way, batch, check_same, reference, same, trace_of, train, train_plainly, training
 
 Call = Callable[..., Any]
 WAY = Way(pipeline=2, batches=(8, 8))
-
-
-def plainly(module: nn.Module, *args: Any) -> Any:
-    return module(*args)
 
 
 class Calls(nn.Module):
@@ -103,10 +99,6 @@ class Around(Layers):
         for layer in (self.layers[2], *self.layers):
             x = x + layer(torch.dropout(2 * x, 0.0, True))
         return x.sin()
-
-
-def by_torch(module: Any, x: Tensor) -> Any:
-    return torch_checkpoint(module, x, use_reentrant=False)
 
 
 def reentrant(module: Any, x: Tensor) -> Any:

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import smpkit.torch as smp
-from tests.models import Case, Normed, gpt2, mse_step, singles, tokens, vectors
+from tests.models import Case, Normed, autocast_step, gpt2, mse_step, singles, tokens, vectors
 from tests.ranks import run_ranks
 from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, place, trace_of, world
 
@@ -120,15 +119,6 @@ def played(case: Case, way: Way) -> Trace:
 
 
 # --- without dropout: the same as plain PyTorch -------------------------------------------------------------------
-
-
-def autocast_step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Lead only the model's own part under autocast, as SMP v1's examples did."""
-    with autocast():
-        out = model(x)
-    loss = functional.mse_loss(out.float(), y)
-    model.backward(loss)
-    return loss, out
 
 
 def gpt2_step(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from tests.models import MODELS, Case, block, mse_step, singles, vectors
+from tests.models import MODELS, Case, autocast_step, block, by_torch, mse_step, singles, vectors
 from tests.train import Way, same, train_with_sleeps
 
 VIRTUAL: dict[str, Any] = {"virtual_pipeline_degree": 2}
@@ -27,7 +25,7 @@ class Recomputed(nn.Module):
         self.inside = block()
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inside, x, use_reentrant=False)
+        return by_torch(self.inside, x)
 
 
 def chain() -> nn.Module:
@@ -36,13 +34,6 @@ def chain() -> nn.Module:
 
 def partly_recomputed() -> nn.Module:
     return nn.Sequential(*[part() for _ in range(4) for part in (block, Recomputed)])
-
-
-def autocast_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = functional.mse_loss(model(x).float(), y)
-    model.backward(loss)
-    return loss
 
 
 SHAPES = {
