@@ -6,9 +6,7 @@ import copy
 import os
 import pickle
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -66,34 +64,26 @@ def train_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def told(action: Callable[[], object]) -> tuple[str, float]:
-    """Return the error of `action` and after how long it came, and tell the other ranks, as a script that ends does."""
+    """Return the error of `action`, with its notes, and after how long it came.
+
+    The other ranks are told, as by a script that ends.
+    """
     started = time.monotonic()
     try:
         action()
     except Exception as error:
         seconds = time.monotonic() - started
         deadline.report_failure(error)
-        return f"{type(error).__name__}: {error}", seconds
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), seconds
     return "", time.monotonic() - started
 
 
-def fail(number: int) -> tuple[str, float]:
+def switched() -> Any:
+    """Return a model whose second layer raises from its second step on."""
     model, switch = begin()
     train_step(model, *data())
-
-    def broken() -> None:
-        if smp.pp_rank() == number:
-            raise ValueError("the switch is broken")
-
-    switch.trouble = broken
-    return told(lambda: train_step(model, *data()))
-
-
-def test_a_unit_that_raises_ends_all_ranks_with_its_reason_and_place() -> None:
-    told = run_ranks(fail, 2, 1)
-    assert told[1][0] == "ValueError: the switch is broken"
-    assert "rank 1 failed: ValueError: the switch is broken (forward of microbatch 0, module `1`)" in told[0][0]
-    assert told[0][1] < MANY_SECONDS / 4
+    switch.trouble = lambda: dict[str, int]()["nothing"]
+    return model
 
 
 class Refusing(torch.autograd.Function):
@@ -118,17 +108,8 @@ class Refuser(nn.Linear):
         return Refusing.apply(super().forward(x))
 
 
-def fail_in_backward() -> tuple[str, float]:
-    model = begin_with(Refuser(WIDTH, WIDTH), block(), block(), degree=3)
-    return told(lambda: [train_step(model, *data()) for _ in range(3)])
-
-
-def test_a_backward_that_raises_ends_all_ranks_with_its_reason_and_place() -> None:
-    first, *others = run_ranks(fail_in_backward, 3)
-    assert first[0] == "ValueError: no gradient here"
-    for message, seconds in others:
-        assert "rank 0 failed: ValueError: no gradient here (backward of microbatch 2, module `0`)" in message
-        assert seconds < MANY_SECONDS / 4
+def refusing() -> Any:
+    return begin_with(Refuser(WIDTH, WIDTH), block(), block(), degree=3)
 
 
 class Branching(nn.Module):
@@ -145,54 +126,48 @@ class Branching(nn.Module):
         return self.parts[1](x)
 
 
-def fail_between_units() -> tuple[str, float]:
-    branching = Branching()
-    model = begin_with(*branching.parts, around=nn.Sequential(branching))
+def branching() -> Any:
+    module = Branching()
+    return begin_with(*module.parts, around=nn.Sequential(module))
+
+
+RAISES: dict[str, tuple[Callable[[], Any], int, int, str, str]] = {
+    "a layer": (switched, 2, 1, "KeyError: 'nothing'", "forward of microbatch 0, module `1`"),
+    "a backward": (refusing, 3, 0, "ValueError: no gradient here", "backward of microbatch 2, module `0`"),
+    "the module around layers": (branching, 2, 0, "KeyError: 'only here'", "forward of microbatch 0, module `0`"),
+}
+"""By what raises: a model, its ranks, the rank that fails, with which error, and where."""
+
+
+def fail(build: Callable[[], Any]) -> tuple[str, float]:
+    model = build()
     return told(lambda: train_step(model, *data()))
 
 
-def test_an_error_between_units_names_the_module_around_them() -> None:
-    first, second = run_ranks(fail_between_units, 2)
-    assert first[0] == "KeyError: 'only here'"
-    assert "rank 0 failed: KeyError: 'only here' (forward of microbatch 0, module `0`)" in second[0]
-    assert second[1] < MANY_SECONDS / 4
+@pytest.mark.parametrize("what", RAISES)
+def test_what_raises_ends_all_ranks_with_its_reason_and_place(what: str) -> None:
+    build, size, rank, reason, place = RAISES[what]
+    found = run_ranks(fail, size, build)
+    own, _ = found.pop(rank)
+    assert own == f"{reason}\nraised in {place}"
+    for message, seconds in found:
+        assert f"rank {rank} failed: {reason} ({place})" in message
+        assert seconds < MANY_SECONDS / 4
 
 
-def notes() -> str:
-    model, switch = begin()
-    switch.trouble = lambda: dict[str, int]()["nothing"]
-    with pytest.raises((KeyError, RemoteError)) as caught:
-        train_step(model, *data())
-    deadline.report_failure(caught.value)
-    return "".join(traceback.format_exception(caught.value))
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks show notes from Python 3.11 on")
-def test_the_traceback_of_the_failing_rank_ends_with_the_place() -> None:
-    _, second = run_ranks(notes, 2)
-    assert second.endswith("KeyError: 'nothing'\nraised in forward of microbatch 0, module `1`\n")
-
-
-def die() -> tuple[str, float]:
+def die() -> None:
     model, switch = begin()
     train_step(model, *data())
-    if smp.pp_rank() == 0:
-        return told(lambda: train_step(model, *data()))
     switch.trouble = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    train_step(model, *data())
-    return "", 0.0
+    message, seconds = told(lambda: train_step(model, *data()))
+    raise AssertionError(f"{message} after {seconds:.0f} s")
 
 
 def test_a_rank_that_dies_ends_the_others() -> None:
     with pytest.raises(AssertionError) as caught:
-        run_ranks(die_and_tell, 2)
+        run_ranks(die, 2)
     assert "RemoteError: rank 0 lost rank 1" in str(caught.value)
     assert "exit code -9" in str(caught.value)
-
-
-def die_and_tell() -> None:
-    message, seconds = die()
-    raise AssertionError(f"{message} after {seconds:.0f} s")
 
 
 def wait_in_vain(calls: bool) -> tuple[str, float]:
