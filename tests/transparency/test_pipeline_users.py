@@ -403,34 +403,6 @@ def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
     return loss if smp.pp_rank() == 0 else None
 
 
-REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "a loss kept as an attribute": (noted_step, "return it from the module's forward", {}),
-    "a gradient penalty": (gradient_step, "take others inside a torch.nn.Module", {}),
-    "a result on one rank only": (returning_step, "returned other things from the step", {}),
-    # It trained, though `smpkit plan` showed no backward.
-    "a backward where none is planned": (mse_step, "`pipeline: _only_forward`", {"pipeline": "_only_forward"}),
-}
-
-
-def take_step(step: Any, more: dict[str, Any]) -> None:
-    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
-    step, hint, more = REFUSED[name]
-    with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
-        run_ranks(take_step, 2, step, more)
-    assert hint in str(caught.value)
-
-
-def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:
-    # Microbatches mixed what modules keep: the losses were other ones, without a word.
-    message = r"`layers\.\d\.hidden`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
-    with pytest.raises(RankFailed, match=message):
-        run(Case(Ring, vectors, mse_step), Way(pipeline=2, placement=-1))
-
-
 def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     model(x)
     loss: Tensor = (model.module.kept.values[0] - y).square().mean()
@@ -440,29 +412,6 @@ def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def summed(x: Tensor) -> float:
     return x.sum().item()
-
-
-RETURNED: dict[str, tuple[Callable[[Tensor], object], Any, str]] = {
-    # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
-    "an object": (Kept, looking_step, "`layers.0` returned an object of the type Kept"),
-    "another number": (summed, mse_step, "`layers.0` returned 12.0 the first time and 24.0 now"),
-}
-
-
-def return_more(more: Callable[[Tensor], object], step: Any) -> None:
-    module = Extending(more)
-    nn.init.eye_(module.layers[0].weight)  # type: ignore[arg-type]
-    nn.init.zeros_(module.layers[0].bias)  # type: ignore[arg-type]
-    x = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, WIDTH)
-    smp.step(step)(begin(*module.layers, around=module), x, x)
-
-
-@pytest.mark.parametrize("name", RETURNED)
-def test_what_other_ranks_cannot_have_of_a_result_is_refused_by_name(name: str) -> None:
-    more, step, message = RETURNED[name]
-    with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
-        run_ranks(return_more, 2, more, step)
-    assert message in str(caught.value)
 
 
 class Writing(nn.Linear):
@@ -516,32 +465,85 @@ class Between(nn.Module):
         return out - self.mean
 
 
-def leaving_and_reading() -> tuple[nn.Module, nn.Module]:
+def noting(**more: Any) -> Any:
+    return begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more)
+
+
+def extending(more: Callable[[Tensor], object]) -> Any:
+    """Return a model whose first layer passes its input on."""
+    module = Extending(more)
+    nn.init.eye_(module.layers[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(module.layers[0].bias)  # type: ignore[arg-type]
+    return begin(*module.layers, around=module)
+
+
+def between(first: nn.Module, second: nn.Module) -> Any:
+    return begin(first, second, around=Between(first, second))
+
+
+def leaving_and_reading() -> Any:
     first = Leaving(WIDTH, WIDTH)
-    return first, Reading(first)
+    return between(first, Reading(first))
 
 
-HANDED_ON: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], str]] = {
-    "in a dict": (lambda: (Writing(WIDTH, WIDTH), block()), "UsageError: `first` wrote into a dict, a list or a data"),
-    "as an attribute": (leaving_and_reading, "what layers of this pipeline rank have left in them"),
-    "in a buffer": (
-        lambda: (block(), block()),
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "a loss kept as an attribute": (noting, noted_step, "return it from the module's forward"),
+    "a gradient penalty": (noting, gradient_step, "take others inside a torch.nn.Module"),
+    "a result on one rank only": (noting, returning_step, "returned other things from the step"),
+    # It trained, though `smpkit plan` showed no backward.
+    "a backward where none is planned": (
+        functools.partial(noting, pipeline="_only_forward"),
+        mse_step,
+        "`pipeline: _only_forward`",
+    ),
+    # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
+    "an object that a layer returns": (
+        functools.partial(extending, Kept),
+        looking_step,
+        "`layers.0` returned an object of the type Kept",
+    ),
+    "another number that a layer returns": (
+        functools.partial(extending, summed),
+        mse_step,
+        "`layers.0` returned 12.0 the first time and 24.0 now",
+    ),
+    # Ranks ended with a KeyError and a TypeError of None; the buffer was another one in each checkpoint.
+    "a value handed on in a dict": (
+        lambda: between(Writing(WIDTH, WIDTH), block()),
+        mse_step,
+        "UsageError: `first` wrote into a dict, a list or a data",
+    ),
+    "a value handed on as an attribute": (
+        leaving_and_reading,
+        mse_step,
+        "what layers of this pipeline rank have left in them",
+    ),
+    "a value handed on in a buffer": (
+        lambda: between(block(), block()),
+        mse_step,
         "the buffer `mean` of the model was assigned a value that",
     ),
 }
 
 
-def hand_on(name: str) -> None:
-    layers = HANDED_ON[name][0]()
-    smp.step(mse_step)(begin(*layers, around=Between(*layers)), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+def take_step(name: str) -> None:
+    build, step, _ = REFUSED[name]
+    x = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, WIDTH)
+    smp.step(step)(build(), x, x)
 
 
-@pytest.mark.parametrize("name", HANDED_ON)
-def test_what_layers_hand_on_beside_arguments_and_results_is_refused(name: str) -> None:
-    # Ranks ended with a KeyError and a TypeError of None; the buffer was another one in each checkpoint.
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(RankFailed) as caught:
-        run_ranks(hand_on, 2, name)
-    assert HANDED_ON[name][1] in str(caught.value)
+        run_ranks(take_step, 2, name)
+    assert REFUSED[name][2] in str(caught.value)
+
+
+def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:
+    # Microbatches mixed what modules keep: the losses were other ones, without a word.
+    message = r"`layers\.\d\.hidden`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
+    with pytest.raises(RankFailed, match=message):
+        run(Case(Ring, vectors, mse_step), Way(pipeline=2, placement=-1))
 
 
 def train_on_ten() -> str:
