@@ -134,11 +134,6 @@ def new_stream() -> Any:
     return _module().Stream()
 
 
-def new_event() -> Any:
-    """Return an event that keeps time."""
-    return _module().Event(enable_timing=True)
-
-
 def current_stream() -> Any:
     """Return the current stream."""
     return _module().current_stream()

@@ -14,7 +14,8 @@ from torch import Tensor
 import smpkit.torch as smp
 from smpkit.torch.offload import link
 from tests.device.scenarios.common import WIDTH, add, assert_same
-from tests.device.scenarios.steps import Stack, smp_step
+from tests.device.scenarios.steps import Stack
+from tests.torch.steps import train_step
 
 ROOM_OF_A_STAGE = 275_000
 """Bytes with which the second stage of `smp_chosen_by_stages` keeps two of its three layers: the first its only one."""
@@ -46,7 +47,7 @@ def smp_choose(
         optimizer.zero_grad()
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        loss = smp_step(model, x.clone())
+        loss = train_step(model, x.clone())
         found.append(loss.reduce_mean().detach().cpu())
         found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
         optimizer.step()
