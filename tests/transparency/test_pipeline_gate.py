@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
-from smpkit.torch.pipeline.fake_recording import record_on_fakes
+from smpkit.torch.pipeline.fake_recording import LayerOutputs, record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import Current
 from smpkit.torch.placement.units import units_of
 from tests.models import CASES, HUGGING_FACE, Case
@@ -79,10 +79,23 @@ class WithBackward(nn.Module):
         Current.microbatch.backward(roots, [None] * len(roots) if gradients is None else gradients)
 
 
-def record(case: Case, placement: Callable[[int, int], int]) -> RecordedGraph:
-    """Record a microbatch of the step on tensors without data."""
+def placed(names: Sequence[str], ranks: Sequence[int]) -> Assignment:
+    return Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), ())
+
+
+def placed_by(case: Case, placement: Callable[[int, int], int]) -> Assignment:
     if "torchvision" not in MISSING:
         import_torchvision()  # before transformers does
+    names = [unit.name for unit in units_of(build(case)).units]
+    return placed(names, [placement(index, len(names)) for index in range(len(names))])
+
+
+def record(case: Case, assignment: Assignment, *, costs_first: bool = False) -> RecordedGraph:
+    """Record a microbatch of the step on tensors without data.
+
+    Args:
+        costs_first: whether what layers return is noted before, as by the pass that finds out what they cost.
+    """
     module, mode = build(case), FakeTensorMode(allow_non_fake_inputs=True)
     arguments = batch(case, 0, 2)
 
@@ -91,10 +104,11 @@ def record(case: Case, placement: Callable[[int, int], int]) -> RecordedGraph:
         with mode:
             case.step(WithBackward(module), *given)
 
-    names = [unit.name for unit in units_of(module).units]
-    ranks = [placement(index, len(names)) for index in range(len(names))]
-    assignment = Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), ())
-    return record_on_fakes(module, assignment, [call], torch.device("cpu"))[0]
+    outputs = None
+    if costs_first:
+        outputs = LayerOutputs(module, [unit for unit, _ in assignment.units])
+        outputs.noted(call)
+    return record_on_fakes(module, assignment, [call], torch.device("cpu"), outputs)[0]
 
 
 def lines_of(graph: RecordedGraph) -> Iterator[str]:
@@ -111,7 +125,7 @@ def recorded(name: str, cell: str) -> tuple[str, list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries
         try:
-            graph = record(CASE_OF[name], PLACEMENTS[cell])
+            graph = record(CASE_OF[name], placed_by(CASE_OF[name], PLACEMENTS[cell]))
         except NO_ANSWER:
             return "needs values", []
     lines = list(lines_of(graph))

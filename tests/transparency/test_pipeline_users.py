@@ -19,7 +19,7 @@ from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.train import Way, run, same
-from tests.transparency.test_pipeline_gate import dealt, record
+from tests.transparency.test_pipeline_gate import dealt, placed_by, record
 
 
 def mixtral() -> nn.Module:
@@ -226,7 +226,8 @@ def test_it_trains_as_in_one_process(row: str) -> None:
 
 
 def test_a_fresh_tensor_that_values_of_layers_fill_is_planned_without_data() -> None:
-    graph = record(Case(Filling, vectors, mse_step), dealt)
+    case = Case(Filling, vectors, mse_step)
+    graph = record(case, placed_by(case, dealt))
     # The first rank fills both tensors, so each of the others sends it what it has made, once.
     assert [value.source.rank for value in graph.values if value.target.rank == 0] == [1, 2, 3]
 
