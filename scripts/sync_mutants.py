@@ -112,15 +112,27 @@ def _write(every: Sequence[Edge], found: dict[str, dict[str, str] | None]) -> li
     entries = []
     for edge in every:
         before = known.get(edge.id, {})
-        entry: dict[str, Any] = {"edge": edge.id, "found": found.get(edge.id, before.get("found"))}
+        how = found.get(edge.id, before.get("found"))
+        entry: dict[str, Any] = {"edge": edge.id, "found": _Line(how) if how else None}
         if not entry["found"] and (edge.id in found or "tried" in before):
             entry["tried"] = True
         if not entry["found"] and (why := before.get("why")):
             entry["why"] = why
         entries.append(entry)
-    text = yaml.safe_dump(entries, width=120, sort_keys=False, allow_unicode=True)
+    text = yaml.dump(entries, Dumper=_Dumper, width=120, sort_keys=False, allow_unicode=True)
     (ROOT / RESULT).write_text(_HEADER + text)
     return entries
+
+
+class _Line(dict[str, str]):
+    """A mapping that is written in one line, as far as it fits."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
 
 
 def _known() -> dict[str, dict[str, Any]]:
@@ -158,7 +170,8 @@ def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[st
         with HangWatch(SCENARIOS[name].ranks, most_processor_seconds=limit) as watched:
             finding = _run(edge, name, orders, watched)
         if finding is not None:
-            return {"by": finding.by, "scenario": name, "order": finding.order, "detail": finding.detail[:300]}
+            how = {"by": finding.by, "scenario": name, "order": finding.order, "detail": finding.detail[:300]}
+            return {key: value for key, value in how.items() if value}
     return None
 
 
