@@ -24,7 +24,7 @@ class Test:
     text: str = ""
     """The end of its traceback, or why it was skipped."""
     measured: Mapping[str, Any] = field(default_factory=dict)
-    """What it measured; `profile...` are pages."""
+    """What it measured."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Record:
                 {"facts": self.facts, "outcomes": [asdict(each) for each in outcomes]}, indent=1
             ),
             "summary.md": _summary(self.facts, outcomes),
-            "tables.md": "\n\n".join([*_tables(outcomes), *_profiles(outcomes)]),
+            "tables.md": "\n\n".join(_tables(outcomes)),
             "failures.txt": "\n\n".join(_failures(outcomes)) or "Nothing has failed.",
         }
         for name, text in pages.items():
@@ -138,7 +138,7 @@ def _summary(facts: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
     }
     for title, content in sections.items():
         lines += [f"## {title}", "", *content, ""] if content else []
-    lines += ["Tables and profiles: tables.md. Everything else: failures.txt, results.json.", ""]
+    lines += ["Tables: tables.md. Everything else: failures.txt, results.json.", ""]
     return "\n".join([*lines, facts["versions"], "", "```", facts["nvidia-smi"], "```"])
 
 
@@ -154,12 +154,11 @@ def _counts(tests: Iterable[Test]) -> Counter[str]:
 
 def _measured(outcomes: Iterable[Outcome]) -> Iterator[str]:
     for test in (test for outcome in outcomes for test in outcome.tests):
-        numbers = {name: value for name, value in test.measured.items() if not name.startswith("profile")}
-        if numbers:
+        if test.measured:
             short = test.name.rpartition("/")[2]
             yield f"- `{short}`: " + ", ".join(
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in numbers.items()
+                for name, value in test.measured.items()
             )
 
 
@@ -168,13 +167,6 @@ def _tables(outcomes: Iterable[Outcome]) -> Iterator[str]:
         if not outcome.tests:
             yield f"# {outcome.name}: {outcome.title}\n\n{outcome.output.strip()}"
     yield "# Measured by tests\n\n" + "\n".join(_measured(outcomes))
-
-
-def _profiles(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    for test in (test for outcome in outcomes for test in outcome.tests):
-        for name, text in test.measured.items():
-            if name.startswith("profile"):
-                yield f"# {test.name}\n\n{text}"
 
 
 def _failures(outcomes: Iterable[Outcome]) -> Iterator[str]:
