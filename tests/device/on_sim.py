@@ -23,11 +23,10 @@ def run_on_sim(
     devices: int = 1,
     order: Order | None = ("lazy", 0),
     timeout: float = 120,
-    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Return what `function(*args)` returns on each rank, run under one order and without races; None: under none."""
     needs_sim()
-    own = {VARIABLE: "cpu", **(env or {})}  # or they would have the chosen device already
+    own = {VARIABLE: "cpu"}  # or they would have the chosen device already
     if order is None:
         return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
     return run_ranks(run_in_order, size, order, devices, function, args, timeout=timeout, env=own)

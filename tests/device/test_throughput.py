@@ -80,9 +80,9 @@ def test_throughput_beside_the_plain_model(record_property: Note) -> None:
     assert ours <= 1.5 * compute + update + 3 * num_bytes / 5e9
 
 
-def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int, times: int = 10) -> float:
+def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int) -> float:
     copy_once()
-    return num_bytes / seconds_of(copy_once, 1, times) / 1e9
+    return num_bytes / seconds_of(copy_once, 1, 10) / 1e9
 
 
 @in_device_time()

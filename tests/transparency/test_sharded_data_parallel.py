@@ -24,9 +24,9 @@ from tests.train import Trace, Training, Way, batch, build, differ, reference, s
 CASE = MODELS["tied by a function"]
 
 
-def way_of(*, replicas: int = 2, degree: int = 2, config: dict[str, Any] | None = None, **more: Any) -> Way:
+def way_of(*, replicas: int = 2, config: dict[str, Any] | None = None, **more: Any) -> Way:
     # Small parameters are not divided unless told.
-    given = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 0, **(config or {})}
+    given = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, **(config or {})}
     return Way(**{"replicas": replicas, "microbatches": 2, "optimizer": "AdamW", "config": given, **more})
 
 

@@ -22,7 +22,7 @@ ROOM_OF_A_STAGE = 275_000
 
 
 def smp_choose(
-    config: Mapping[str, Any], strategy: str, room: int = 0, steps: int = 7
+    config: Mapping[str, Any], strategy: str, room: int = 0
 ) -> tuple[list[Tensor], int, list[dict[str, str]]]:
     """Train; return losses and gradients of all steps, the peak of the last, and what layers did in each.
 
@@ -42,7 +42,7 @@ def smp_choose(
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), foreach=False))
     found, choices = [], []
-    for number in range(steps):
+    for number in range(7):
         torch.manual_seed(number)
         optimizer.zero_grad()
         torch.accelerator.synchronize()
