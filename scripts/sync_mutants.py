@@ -146,7 +146,7 @@ def _known() -> dict[str, dict[str, Any]]:
 def _reach(pool: ThreadPoolExecutor, every: Sequence[Edge], names: Sequence[str]) -> dict[str, Reach]:
     def measure(name: str) -> Reach:
         size = SCENARIOS[name].ranks
-        ranks = run_on_sim(_watched, list(every), name, size=size, order=None, timeout=_LONGEST)
+        ranks = run_on_sim(_watched, list(every), name, size=size, timeout=_LONGEST)
         return Reach(sum(seconds for seconds, _ in ranks), frozenset().union(*(ids for _, ids in ranks)))
 
     return dict(zip(names, pool.map(measure, names), strict=True))
@@ -183,7 +183,7 @@ def _run(edge: Edge, name: str, orders: int, watched: HangWatch) -> Finding | No
     size = SCENARIOS[name].ranks
     failed = None
     try:
-        run_on_sim(_without, watched.folder, edge, name, ORDERS[:orders], size=size, order=None, timeout=_LONGEST)
+        run_on_sim(_without, watched.folder, edge, name, ORDERS[:orders], size=size, timeout=_LONGEST)
     except RankFailed as error:
         failed = str(error)
     found = [Finding(*json.loads(path.read_text())) for path in Path(watched.folder).glob("*.json")]

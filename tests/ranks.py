@@ -30,7 +30,7 @@ def run_ranks(
     order = order_of(env[VARIABLE])
     if order is None:
         return run_on_this_machine(function, size, *args, timeout=timeout, env=env, hosts=hosts)
-    return run_on_this_machine(run_in_order, size, order, 1, function, args, timeout=timeout, env=env, hosts=hosts)
+    return run_on_this_machine(run_in_order, size, order, function, args, timeout=timeout, env=env, hosts=hosts)
 
 
 def start_server() -> None:

@@ -1,4 +1,4 @@
-"""Run functions on ranks that have simulated devices, whatever device was chosen, and fail where there is a race."""
+"""Run functions on ranks that have simulated devices, whatever device was chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from smpkit.testing import simulated_device
 from tests.chosen_device import VARIABLE
 from tests.ranks import run_ranks
-from tests.simulated import Order, needs_sim, run_in_order
+from tests.simulated import Order, needs_sim
 
 ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1))
 """Policies and seeds; without an edge of tests/sim_mutants.yaml, the first or the last shows it."""
@@ -21,15 +21,12 @@ def run_on_sim(
     *args: Any,
     size: int = 1,
     devices: int = 1,
-    order: Order | None = ("lazy", 0),
     timeout: float = 120,
 ) -> list[Any]:
-    """Return what `function(*args)` returns on each rank, run under one order and without races; None: under none."""
+    """Return what `function(*args)` returns on each rank; it chooses the order of the device, and looks for races."""
     needs_sim()
     own = {VARIABLE: "cpu"}  # or they would have the chosen device already
-    if order is None:
-        return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
-    return run_ranks(run_in_order, size, order, devices, function, args, timeout=timeout, env=own)
+    return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
 
 
 def _loaded(devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -145,4 +145,4 @@ def run_all() -> None:
 
 
 def test_what_a_device_lacks_is_replaced_or_refused() -> None:
-    run_on_sim(run_all, order=None)
+    run_on_sim(run_all)

@@ -247,4 +247,4 @@ def run_all() -> None:
 
 
 def test_operators_give_what_those_of_the_cpu_give() -> None:
-    run_on_sim(run_all, order=None)
+    run_on_sim(run_all)

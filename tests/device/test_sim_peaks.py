@@ -43,7 +43,7 @@ def activations_as_planned() -> None:
 
 
 def test_activation_offload_is_as_planned() -> None:
-    run_on_sim(activations_as_planned, order=None)
+    run_on_sim(activations_as_planned)
 
 
 def model_as_planned() -> None:
@@ -72,4 +72,4 @@ def model_as_planned() -> None:
 
 
 def test_an_offloaded_model_is_as_planned() -> None:
-    run_on_sim(model_as_planned, order=None)
+    run_on_sim(model_as_planned)

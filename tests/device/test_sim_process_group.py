@@ -88,7 +88,7 @@ def compare() -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_collectives_give_what_gloo_gives(size: int) -> None:
-    run_on_sim(compare, size=size, order=None)
+    run_on_sim(compare, size=size)
 
 
 def overlapped(wait: bool) -> list[str]:
@@ -114,7 +114,7 @@ def overlapped_both_ways() -> tuple[list[str], list[str]]:
 
 
 def test_a_collective_not_waited_for_is_a_race() -> None:
-    for waited, unwaited in run_on_sim(overlapped_both_ways, size=2, order=None):
+    for waited, unwaited in run_on_sim(overlapped_both_ways, size=2):
         assert waited == []
         assert "aten::mul, all_reduce" in unwaited
 
@@ -138,7 +138,7 @@ def queries() -> list[bool]:
 
 
 def test_answers_to_queries_repeat() -> None:
-    first, second = (run_on_sim(queries, size=2, order=None) for _ in range(2))
+    first, second = (run_on_sim(queries, size=2) for _ in range(2))
     assert first == second
     assert False in first[0]
 
@@ -158,8 +158,8 @@ def crossed(one_at_a_time: bool) -> str:
 
 
 def test_communicators_in_another_order_on_each_rank_need_both_at_once() -> None:
-    assert run_on_sim(crossed, False, size=2, order=None) == ["[2.0, 2.0, 2.0, 2.0]"] * 2
-    found = run_on_sim(crossed, True, size=2, order=None)
+    assert run_on_sim(crossed, False, size=2) == ["[2.0, 2.0, 2.0, 2.0]"] * 2
+    found = run_on_sim(crossed, True, size=2)
     assert any("one communicator at a time" in text for text in found) or all("failed" in text for text in found)
 
 
@@ -183,7 +183,7 @@ def aborted() -> float:
 
 
 def test_abort_ends_what_waits() -> None:
-    assert run_on_sim(aborted, size=2, order=None)[0] < 10
+    assert run_on_sim(aborted, size=2)[0] < 10
 
 
 def made() -> nn.Sequential:
@@ -236,6 +236,6 @@ def test_torch_s_own_data_parallelism_runs_without_races() -> None:
             (model(torch.randn(4, 8)).square().mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for trainings in run_on_sim(train_all, size=2, order=None):
+    for trainings in run_on_sim(train_all, size=2):
         for found in trainings:
             torch.testing.assert_close(found, [each.detach() for each in model.parameters()])

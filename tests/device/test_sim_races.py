@@ -105,7 +105,7 @@ def find_all() -> dict[tuple[str, str], tuple[list[Race], list[Race]]]:
 
 
 def test_every_missing_wait_is_found_and_no_other() -> None:
-    ((found),) = run_on_sim(find_all, order=None)
+    ((found),) = run_on_sim(find_all)
     lines = {check.__name__: check.__code__.co_firstlineno for check in CHECKS}
     for (name, policy), (ordered, unordered) in found.items():
         assert ordered == [], (name, policy)
@@ -141,7 +141,7 @@ def interleaved() -> None:
 
 
 def test_columns_of_one_matrix_do_not_race() -> None:
-    run_on_sim(interleaved_in_orders, order=None)
+    run_on_sim(interleaved_in_orders)
 
 
 def overlapping() -> None:
@@ -217,26 +217,26 @@ def times() -> None:
 
 
 def test_a_race_raises_after_the_block() -> None:
-    run_on_sim(overlapping, order=None)
+    run_on_sim(overlapping)
 
 
 def test_a_race_raises_at_once_if_strict() -> None:
-    run_on_sim(raised_at_once, order=None)
+    run_on_sim(raised_at_once)
 
 
 def test_a_race_with_a_backward_pass_names_the_forward_pass() -> None:
-    (found,) = run_on_sim(find_in_backward, order=None)
+    (found,) = run_on_sim(find_in_backward)
     (race,) = [race for race in found if race.second.operator == "aten::mul"]
     assert any("MulBackward0, of the forward pass" in line for line in race.second.lines)
     assert any(line.endswith(":written_in_backward") for line in race.second.lines)
 
 
 def test_devices_are_ordered_by_copies_between_them() -> None:
-    run_on_sim(several_devices_in_orders, devices=2, order=None)
+    run_on_sim(several_devices_in_orders, devices=2)
 
 
 def test_virtual_time_is_exact() -> None:
-    run_on_sim(times, order=None)
+    run_on_sim(times)
 
 
 def wrong_use() -> None:
@@ -247,4 +247,4 @@ def wrong_use() -> None:
 
 
 def test_wrong_use_is_an_error() -> None:
-    run_on_sim(wrong_use, order=None)
+    run_on_sim(wrong_use)
