@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from tests.models import Case, Normed, autocast_step, gpt2, mse_step, singles, tokens, vectors
 from tests.ranks import run_ranks
-from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, place, trace_of, world
+from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, trace_of, training
 
 MICROBATCHES = 2
 
@@ -109,13 +109,9 @@ def played_plainly(case: Case) -> Trace:
 
 
 def played(case: Case, way: Way) -> Trace:
-    with world(way):
-        module = build(case)
-        if way.placement is not None:
-            place(module, way.placement, way.pipeline)
-        model = smp.DistributedModel(module)
-        smp.DistributedOptimizer(OPTIMIZERS["SGD"](model.parameters()))
-        return trace_of(play(case, model, smp.step(case.step), smp.step(evaluation(case))), model)
+    with training(case, way) as trained:
+        outputs = play(case, trained.model, smp.step(case.step), smp.step(evaluation(case)))
+        return trace_of(outputs, trained.model)
 
 
 # --- without dropout: the same as plain PyTorch -------------------------------------------------------------------

@@ -8,7 +8,6 @@ from bisect import bisect
 
 import pytest
 
-import smpkit.torch as smp
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
@@ -17,7 +16,7 @@ from smpkit.torch.placement.units import units_of
 from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
 from tests.ranks import run_ranks
-from tests.train import Way, batch, build, place, world
+from tests.train import Way, batch, build, training
 from tests.transparency.test_pipeline_gate import NO_ANSWER, placed, record
 
 MICROBATCHES = 2
@@ -27,13 +26,9 @@ NEED_VALUES = {"backward from gradients", "a branch on a value in the step", "a 
 
 def run(case: Case, way: Way) -> tuple[SegmentGraph | None, Assignment]:
     """Run one step over ranks; return the graph that they have scheduled, if it has one, and the assignment."""
-    with world(way):
-        module = build(case)
-        if way.placement is not None:
-            place(module, way.placement, way.pipeline)
-        model = smp.DistributedModel(module)
-        smp.step(case.step)(model, *batch(case, 0, 4))
-        pipeline = model.pipeline
+    with training(case, way) as trained:
+        trained.step(*batch(case, 0, 4))
+        pipeline = trained.model.pipeline
         assert pipeline is not None
         assert pipeline._executor is not None
         assert pipeline.assignment is not None
