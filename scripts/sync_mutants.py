@@ -40,9 +40,9 @@ _HEADER: Final = """\
 # show it, or what would. `tried` alone: no scenario that was tried showed it, or none comes to it.
 """
 _ENDLESS: Final = 10
-"""As many times what ranks compute with everything in place is more than a missing edge explains."""
+"""Ranks hang that compute so many times as long as with everything in place: a missing edge does not explain it."""
 _LEAST_SECONDS: Final = 60.0
-"""Of a processor; no ranks are said to hang that have computed less."""
+"""Processor seconds; ranks that have computed less are not said to hang."""
 _LONGEST: Final = 1800.0
 """Seconds, after which nothing can be said: the machine is too slow."""
 

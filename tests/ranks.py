@@ -63,7 +63,7 @@ def cpu_of_ranks() -> float:
 
 
 _cpu_of_start: dict[int | None, float] = {}
-"""Of each server, by its process id."""
+"""The CPU seconds that each server took to start, by its process id."""
 
 
 def _pid_of_server() -> int | None:

@@ -23,7 +23,7 @@ from benchmarks.on_gpu.parts import JOURNAL, PARTS, ROOT, Part, over_nccl
 from benchmarks.on_gpu.record import Outcome, Record, ended_part, tests_in
 
 _TOGETHER: Final = 4
-"""So many parts run at once that share the GPU; each starts two ranks at a time."""
+"""How many parts that share the GPU run at once; each starts two ranks at a time."""
 _DRY_FACTOR: Final = 4
 """Limits are those of a machine with a GPU; one without is slower."""
 _WORTH_SECONDS: Final = 20.0

@@ -45,7 +45,7 @@ from smpkit.torch.describe import describe
 SAMPLES: Final = 16
 WIDTH, CONTEXT, HEADS, LAYERS, VOCABULARY = 64, 32, 4, 8, 32
 FORWARD_SECONDS: Final = 0.012
-"""Of a block of the GPT, for each sample; backward takes twice as long. Other blocks sleep in proportion."""
+"""How long a block of the GPT sleeps for a sample; twice as long in backward, and other blocks in proportion."""
 WARM_UPS: Final = 3
 
 

@@ -41,7 +41,7 @@ CONFIGS: Mapping[str, Config] = {
 }
 _LARGE, _SMALL = [name for name, each in CONFIGS.items() if each.ranks == 4], "pipeline 2"
 _MANY_SECONDS = 150
-"""After which a job hangs: a start on a busy machine, the deadline of a rank, and the end."""
+"""A job that takes longer hangs: it has time to start on a busy machine, for a rank's deadline, and to end."""
 _ROOT = Path(__file__).parents[2]
 
 

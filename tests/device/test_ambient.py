@@ -18,7 +18,7 @@ from tests.device.ranks import run_on_gpu
 from tests.torch.steps import train_step
 
 _CYCLES = 400_000_000
-"""Of the GPU's clock: a fifth of a second."""
+"""A fifth of a second on the GPU's clock."""
 _WIDTH = 256
 
 

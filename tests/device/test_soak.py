@@ -24,7 +24,7 @@ from tests.device.models import Checkpointed, gradients_of, layers
 _STEPS = scaled(200)
 _WIDTH, _TOKENS, _LAYERS = scaled(512), scaled(2048), 6
 _MOST_CYCLES = 2_000_000
-"""Of the GPU's clock: a millisecond, longer than a layer or a copy of these sizes."""
+"""A millisecond of the GPU's clock, longer than a layer or a copy of these sizes."""
 
 
 class Late:
