@@ -270,7 +270,7 @@ def test_a_module_that_was_placed_on_several_ranks_is_an_error(how: str) -> None
         run_ranks(warnings_of, 2, how, 3)
 
 
-# --- settings that change, and failure --------------------------------------------------------------------------------
+# --- settings that change ---------------------------------------------------------------------------------------------
 
 
 def set_between_steps() -> tuple[list[list[float]], list[list[int]]]:
@@ -293,22 +293,3 @@ def test_settings_can_change_between_steps() -> None:
     for (plain, ours), (once, again) in run_ranks(set_between_steps, 2):
         assert ours == plain
         assert again[1:] == [2 * calls for calls in once[1:]]
-
-
-class FailsAgain(Counted):
-    """Runs once per microbatch, and not a second time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if Counted.calls == 4:
-            raise ValueError("not again")
-        return super().forward(x)
-
-
-def failing() -> nn.Module:
-    return nn.Sequential(block(), block(), FailsAgain(), block())
-
-
-def test_an_exception_in_recomputation_ends_all_ranks_at_once() -> None:
-    way = replace(WAY, config={"pipeline": "simple"}, prepare=smp.set_activation_checkpointing)
-    with pytest.raises(RankFailed, match=r"(?s)run_backward\(.*ValueError: not again"):
-        run_ranks(train, 2, Case(failing, vectors, mse_step), way)

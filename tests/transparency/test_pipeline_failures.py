@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -151,21 +149,6 @@ def test_what_raises_ends_all_ranks_with_its_reason_and_place(what: str) -> None
     for message, seconds in found:
         assert f"rank {rank} failed: {reason} ({place})" in message
         assert seconds < MANY_SECONDS / 4
-
-
-def die() -> None:
-    model, switch = begin()
-    train_step(model, *data())
-    switch.trouble = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    message, seconds = told(lambda: train_step(model, *data()))
-    raise AssertionError(f"{message} after {seconds:.0f} s")
-
-
-def test_a_rank_that_dies_ends_the_others() -> None:
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(die, 2)
-    assert "RemoteError: rank 0 lost rank 1" in str(caught.value)
-    assert "exit code -9" in str(caught.value)
 
 
 def wait_in_vain(calls: bool) -> tuple[str, float]:
