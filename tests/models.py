@@ -191,9 +191,9 @@ class Inception(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = torch.stack([branch(x) for branch in self.branches], dim=1)
-        weights = made.mean(-1, keepdim=True).softmax(dim=1)
-        left, right = (weights * made).sum(1).chunk(2, dim=-1)
+        outputs = torch.stack([branch(x) for branch in self.branches], dim=1)
+        weights = outputs.mean(-1, keepdim=True).softmax(dim=1)
+        left, right = (weights * outputs).sum(1).chunk(2, dim=-1)
         return self.head(torch.cat([right, left.sin()], -1))
 
 

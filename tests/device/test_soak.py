@@ -42,16 +42,16 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """Return what makes compute late; the streams that copy are late already."""
-    made = Late(0)
+    sleeper = Late(0)
     for name, stream in (("send", "_out"), ("fetch", "_back")):
         plain = getattr(AcceleratorLink, name)
 
         def slow(self: AcceleratorLink, *args: Any, plain: Any = plain, stream: str = stream) -> Any:
-            made(stream=getattr(self, stream))
+            sleeper(stream=getattr(self, stream))
             return plain(self, *args)
 
         monkeypatch.setattr(AcceleratorLink, name, slow)
-    return made
+    return sleeper
 
 
 @pytest.mark.timeout(150)

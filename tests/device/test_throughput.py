@@ -25,8 +25,8 @@ def layers() -> nn.Sequential:
     torch.manual_seed(0)
     grow, shrink = (_WIDTH, 4 * _WIDTH), (4 * _WIDTH, _WIDTH)
     with gpu():
-        made = [nn.Sequential(nn.Linear(*grow), nn.GELU(), nn.Linear(*shrink)) for _ in range(_LAYERS)]
-    return nn.Sequential(*made)
+        blocks = [nn.Sequential(nn.Linear(*grow), nn.GELU(), nn.Linear(*shrink)) for _ in range(_LAYERS)]
+    return nn.Sequential(*blocks)
 
 
 def seconds_of(step: Callable[[], object], warm_up: int = 2, steps: int = 5) -> float:

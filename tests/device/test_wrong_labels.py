@@ -108,10 +108,10 @@ def test_the_rank_with_the_label_is_named_to_the_other(kind: str, tmp_path: Path
     assert_it_names_the_assertion(error_in(second.stderr))
     assert first.returncode == 1
     assert assertions_in(first.stderr) == []
-    told = error_in(first.stderr)
-    assert told.startswith("smpkit.errors.RemoteError: rank 1 failed: "), first.stderr
-    assert_it_names_the_assertion(told)
-    assert told.endswith("hint: see the traceback of rank 1")
+    error = error_in(first.stderr)
+    assert error.startswith("smpkit.errors.RemoteError: rank 1 failed: "), first.stderr
+    assert_it_names_the_assertion(error)
+    assert error.endswith("hint: see the traceback of rank 1")
     assert float(torch.ones(2, device="cuda").sum()) == 2  # other processes may go on
 
 

@@ -100,9 +100,9 @@ def record(case: Case, assignment: Assignment, *, costs_first: bool = False) -> 
     arguments = batch(case, 0, 2)
 
     def call() -> None:
-        given = map_tensors(mode.from_tensor, arguments)
+        fakes = map_tensors(mode.from_tensor, arguments)
         with mode:
-            case.step(WithBackward(module), *given)
+            case.step(WithBackward(module), *fakes)
 
     outputs = None
     if costs_first:
@@ -157,9 +157,9 @@ def test_ranks_run_and_send_what_they_did(name: str, cell: str) -> None:
         except PackageNotFoundError:
             pytest.skip(f"{library} is not installed: `pip install --no-deps {library}=={pinned}`")
         assert found == pinned, f"recorded with {library} {pinned}, this is {found}: its models may be other ones"
-    made, lines = recorded(name, cell)
+    summary, lines = recorded(name, cell)
     command = f'python -m {__name__} --write "{name}"'
-    assert made == KNOWN[name][cell], "\n".join(["other than recorded; if that is meant, run", command, *lines])
+    assert summary == KNOWN[name][cell], "\n".join(["other than recorded; if that is meant, run", command, *lines])
 
 
 def test_every_model_is_recorded() -> None:
@@ -184,11 +184,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print what ranks run and send of models, or record it.")
     parser.add_argument("names", nargs="*", metavar="NAME", default=list(CASE_OF))
     parser.add_argument("--write", action="store_true", help="record it anew")
-    given = parser.parse_args()
-    if given.write:
-        write(given.names)
+    options = parser.parse_args()
+    if options.write:
+        write(options.names)
     else:
-        for name in given.names:
+        for name in options.names:
             for cell in PLACEMENTS:
                 summary, lines = recorded(name, cell)
                 print(f"{name}, {cell}: {summary}", *lines, sep="\n  ")  # noqa: T201 - a command

@@ -254,8 +254,8 @@ class Counted(nn.Linear):
 def begin(*layers: nn.Module, around: nn.Module | None = None, **more: Any) -> Any:
     """Return a model of which each rank has some layers; without a module around them they follow each other."""
     degree = int(os.environ["WORLD_SIZE"])
-    given = {"pipeline_parallel_degree": degree, "auto_partition": False, "default_partition": 0, "ddp": True}
-    smp.init({"microbatches": 2, "skip_tracing": True, **given, **more})
+    placed = {"pipeline_parallel_degree": degree, "auto_partition": False, "default_partition": 0, "ddp": True}
+    smp.init({"microbatches": 2, "skip_tracing": True, **placed, **more})
     for number, layer in enumerate(layers):
         smp.set_partition(layer, number * degree // len(layers))
     return smp.DistributedModel(around or nn.Sequential(*layers))

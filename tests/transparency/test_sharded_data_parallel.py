@@ -26,8 +26,8 @@ CASE = MODELS["tied by a function"]
 
 def way_of(*, replicas: int = 2, config: dict[str, Any] | None = None, **more: Any) -> Way:
     # Small parameters are not divided unless told.
-    given = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, **(config or {})}
-    return Way(**{"replicas": replicas, "microbatches": 2, "optimizer": "AdamW", "config": given, **more})
+    sharding = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, **(config or {})}
+    return Way(**{"replicas": replicas, "microbatches": 2, "optimizer": "AdamW", "config": sharding, **more})
 
 
 def checkpoint(module: Any) -> None:

@@ -168,15 +168,15 @@ def refuse() -> list[str]:
     with world(SHARDED):
         model, step, arguments = smp.DistributedModel(build(CASE)), smp.step(CASE.step), batch(CASE, 0, 8)
         step(model, *arguments)
-        said = []
+        messages = []
         for call in (
             lambda: step(model, *arguments),
             lambda: smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters())).step(lambda: 0.0),
         ):
             with pytest.raises((UnsupportedError, UsageError)) as caught:
                 call()
-            said.append(caught.value.message)
-        return said
+            messages.append(caught.value.message)
+        return messages
 
 
 def test_what_does_not_go_with_sharded_states_is_refused_in_a_sentence() -> None:

@@ -128,8 +128,8 @@ def layer(kind: str = "Layer", **options: Any) -> Part:
     def plainly(state: plain.State, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
         return compute(state, x, states if has_cross else None, mask, cross_mask if has_cross else None, sizes)
 
-    made = smp.nn.DistributedTransformerLayer if kind == "Layer" else smp.nn.DistributedTransformer
-    return Part(lambda: made(**sizes, **DROPOUTS), call, plainly)
+    module_class = smp.nn.DistributedTransformerLayer if kind == "Layer" else smp.nn.DistributedTransformer
+    return Part(lambda: module_class(**sizes, **DROPOUTS), call, plainly)
 
 
 LAYER = {
@@ -190,15 +190,15 @@ class Kind(nn.Module):
             initialize_shard(each, lambda whole: nn.init.normal_(whole, std=0.3))
 
     def forward(self, *batch: Tensor) -> dict[str, Tensor]:
-        given = [self.first(each) if each.is_floating_point() and each.dim() == 3 else each for each in batch]
-        return {name: part.call(self.parts[name], *given) for name, part in KINDS[self.kind].items()}
+        inputs = [self.first(each) if each.is_floating_point() and each.dim() == 3 else each for each in batch]
+        return {name: part.call(self.parts[name], *inputs) for name, part in KINDS[self.kind].items()}
 
 
 def plainly(kind: str, state: plain.State, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return what `Kind` does, in plain PyTorch."""
     is_states = [each.is_floating_point() and each.dim() == 3 for each in batch]
-    given = [plain.linear(state, "first", each) if is_s else each for each, is_s in zip(batch, is_states, strict=True)]
-    return {name: part.plainly(plain.below(state, f"parts.{name}."), *given) for name, part in KINDS[kind].items()}
+    inputs = [plain.linear(state, "first", each) if is_s else each for each, is_s in zip(batch, is_states, strict=True)]
+    return {name: part.plainly(plain.below(state, f"parts.{name}."), *inputs) for name, part in KINDS[kind].items()}
 
 
 CASES = {
