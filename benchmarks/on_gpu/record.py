@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-_MOST_OUTPUT: Final = 24 << 10
 _ON_A_PAGE: Final = 30
 BAD: Final = ("failed", "error")
 
@@ -103,21 +102,6 @@ def tests_in(journal: Path, *, ended: str) -> tuple[Test, ...]:
     return tuple(
         Test(test.name, "error", test.seconds, ended) if test.outcome == "started" else test for test in tests.values()
     )
-
-
-def ended_part(
-    name: str, title: str, tests: tuple[Test, ...], *, status: int, seconds: float, late: bool, output: str
-) -> Outcome:
-    """Return how a part that ran has ended."""
-    is_good = status == 0 or (status == _NO_TESTS and not tests)
-    state = "over its limit" if late else "passed" if is_good else "failed"
-    return Outcome(
-        name, title, state, seconds, status, tests, output[-_MOST_OUTPUT:] if not (tests and is_good) else ""
-    )
-
-
-_NO_TESTS: Final = 5
-"""Pytest's status where all of a file's tests are left out by its `-m`."""
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
