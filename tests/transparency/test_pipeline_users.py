@@ -6,6 +6,7 @@ import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,20 +17,11 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.testing.ranks import RankFailed
-from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, tokens, vectors
+from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, vectors
+from tests.models_of_others import EAGER, GROUPED, causal
 from tests.ranks import run_ranks
 from tests.train import Way, run, same
 from tests.transparency.test_pipeline_gate import dealt, placed_by, record
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
-    config = MixtralConfig(**sizes, **heads, num_local_experts=4)
-    config._experts_implementation = "eager"  # the others know no float64
-    return MixtralForCausalLM(config)
 
 
 def collecting_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
@@ -194,7 +186,10 @@ class Filling(Stack):
 PLACED = Way(pipeline=2, microbatches=2, placement=13)
 ROWS = {
     # Each rank had what its own layers had collected: the loss of the routers missed all others'.
-    "outputs that Hugging Face collects by hooks": (Case(mixtral, tokens, collecting_step), PLACED),
+    "outputs that Hugging Face collects by hooks": (
+        replace(causal("Mixtral", GROUPED, num_local_experts=4, **EAGER), step=collecting_step),
+        PLACED,
+    ),
     # Parameters were NaN on the ranks that do not hold them.
     "weights as values": (Case(Reused, vectors, mse_step), PLACED),
     "custom Functions in modules without weights": (Case(swishing, vectors, mse_step), PLACED),
