@@ -19,6 +19,7 @@ from smpkit.testing.ranks import RankFailed
 from smpkit.torch import checkpoint, checkpoint_sequential
 from tests.models import MODELS, WIDTH, Case, block, by_torch, mse_step, plainly, vectors
 from tests.models_of_others import TRANSFORMERS
+from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.train import Trace, Way, batch, check_same, reference, same, trace_of, train, train_plainly, training
 
@@ -144,9 +145,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "call", "placement"), [*ROWS, *[pytest.param(*row, marks=pytest.mark.slow) for row in MORE]]
-)
+@pytest.mark.parametrize(("model", "call", "placement"), [*ROWS, *slow(MORE)])
 def test_checkpointed_calls_train_as_plain_ones(model: str, call: str, placement: int | None) -> None:
     same(CASES[model], replace(WAY, placement=placement, prepare=partial(call_through, CALLS[call])))
 

@@ -6,6 +6,7 @@ By default each model trains where smpkit places it, and some in another way; `-
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.models import CASES, HUGGING_FACE, LENGTH, MODELS, TOKENS
+from tests.pairwise import slow
 from tests.train import Way, same
 
 SIMPLE, SPLIT = {"pipeline": "simple"}, {"pipeline": "zero_bubble"}
@@ -41,17 +43,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "way"), [(model, way) for way, models in OTHERS.items() for model in models], ids=str
-)
+ROWS = [(model, way) for way, models in OTHERS.items() for model in models]
+GRID = [*product(MODELS, [Way(pipeline=4, replicas=2, microbatches=8), Way(pipeline=3), *OTHERS])]
+
+
+@pytest.mark.parametrize(("model", "way"), [*ROWS, *slow(row for row in GRID if row not in ROWS)], ids=str)
 def test_some_models_train_in_other_ways(model: str, way: Way) -> None:
-    same(MODELS[model], way)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [Way(pipeline=4, replicas=2, microbatches=8), Way(pipeline=3), *OTHERS], ids=str)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_trains_in_every_way(model: str, way: Way) -> None:
     same(MODELS[model], way)
 
 

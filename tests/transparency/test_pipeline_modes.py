@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from tests.models import Case, Normed, autocast_step, gpt2, mse_step, singles, tokens, vectors
+from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, trace_of, training
 
@@ -136,7 +138,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("way", [ANYWHERE, *[pytest.param(way, marks=pytest.mark.slow) for way in MORE]], ids=str)
+@pytest.mark.parametrize("way", [ANYWHERE, *slow((way,) for way in MORE)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_modes_in_turn_give_what_plain_pytorch_gives(name: str, way: Way) -> None:
     case, tolerance = CASES[name]
@@ -154,11 +156,7 @@ def dropping() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("dtype", "way"),
-    [
-        (torch.float64, ANYWHERE),
-        (SINGLE, ANYWHERE),
-        *[pytest.param(dtype, way, marks=pytest.mark.slow) for dtype in (torch.float64, SINGLE) for way in MORE],
-    ],
+    [*product((torch.float64, SINGLE), [ANYWHERE]), *slow(product((torch.float64, SINGLE), MORE))],
     ids=str,
 )
 def test_dropout_is_the_same_on_any_number_of_ranks_with_other_modes_between(dtype: torch.dtype, way: Way) -> None:

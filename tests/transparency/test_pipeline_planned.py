@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 from bisect import bisect
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -15,13 +17,19 @@ from smpkit.torch.placement.trace import measure_units
 from smpkit.torch.placement.units import units_of
 from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
+from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.train import Way, batch, build, training
 from tests.transparency.test_pipeline_gate import NO_ANSWER, placed, record
 
 MICROBATCHES = 2
-NEED_VALUES = {"backward from gradients", "a branch on a value in the step", "a branch on a value in the model"}
-"""Cases in which Python asks for a value, and which cannot be recorded without: plans of theirs say so."""
+ASK = {"backward from gradients", "a branch on a value in the step", "a branch on a value in the model"}
+NEED_VALUES = {*ASK, "Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
+"""Cases that cannot be recorded without values, which plans of theirs say.
+
+Python asks for them; layers gather the tokens of each expert; or it is the CTC loss.
+"""
+CASES = {**MODELS, **TRANSFORMERS}
 
 
 def run(case: Case, way: Way) -> tuple[SegmentGraph | None, Assignment]:
@@ -52,31 +60,14 @@ def needs_values(case: Case, way: Way) -> bool:
 FEW = {"skip connections", "tied modules", "encoder and decoder", "several losses"}
 
 
-@pytest.mark.parametrize("model", sorted({*FEW, *NEED_VALUES, "GPT-2"}))
-def test_a_plan_records_what_ranks_send(model: str) -> None:
-    way = Way(pipeline=4, microbatches=MICROBATCHES, placement=3)
-    assert run_ranks(needs_values, 4, MODELS[model], way)[0] == (model in NEED_VALUES)
+SCATTERED = Way(pipeline=4, microbatches=MICROBATCHES, placement=3)
+DECIDED = [Way(pipeline=degree, microbatches=MICROBATCHES, traced=True) for degree in (2, 4)]
+GRID = [*product(CASES, DECIDED), *product(MODELS, [replace(way, placement=3) for way in DECIDED])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("placement", [None, 3])
-@pytest.mark.parametrize("model", MODELS)
-def test_a_plan_records_what_ranks_send_of_every_model(model: str, placement: int | None, degree: int) -> None:
-    way = Way(pipeline=degree, microbatches=MICROBATCHES, placement=placement, traced=True)
-    assert run_ranks(needs_values, degree, MODELS[model], way)[0] == (model in NEED_VALUES)
-
-
-NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
-"""They gather the tokens of each expert, or train by the CTC loss."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("model", TRANSFORMERS)
-def test_a_plan_records_what_ranks_send_of_families_of_huggingface(model: str, degree: int) -> None:
-    way = Way(pipeline=degree, microbatches=MICROBATCHES, traced=True)
-    assert run_ranks(needs_values, degree, TRANSFORMERS[model], way)[0] == (model in NEED_TOKENS)
+@pytest.mark.parametrize(("model", "way"), [*product(sorted({*FEW, *ASK, "GPT-2"}), [SCATTERED]), *slow(GRID)], ids=str)
+def test_a_plan_records_what_ranks_send(model: str, way: Way) -> None:
+    assert run_ranks(needs_values, way.ranks, CASES[model], way)[0] == (model in NEED_VALUES)
 
 
 def units_called(recorded: RecordedGraph) -> dict[Segment, set[str]]:
@@ -87,7 +78,7 @@ BRANCHES = {"parallel branches"}
 """A job adds several branches up where most of their bytes are, and that depends on which of them share a rank."""
 
 
-NEIGHBOURS = [name for name in MODELS if name not in NEED_VALUES | BRANCHES]
+NEIGHBOURS = [name for name in MODELS if name not in ASK | BRANCHES]
 
 
 @pytest.mark.parametrize(

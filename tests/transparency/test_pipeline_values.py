@@ -14,6 +14,7 @@ from torch.nn.utils import rnn
 
 from smpkit.testing.ranks import RankFailed
 from tests.models import LENGTH, TOKENS, WIDTH, Case, Stack, block, mse_step, tokens, vectors, with_residuals
+from tests.pairwise import slow
 from tests.train import Way, run, same
 
 # --- which module gets what -------------------------------------------------------------------------------------------
@@ -156,15 +157,13 @@ CASES = {
 WAY = Way(pipeline=2, microbatches=2, batches=(8, 4))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_trains_as_in_one_process(case: str) -> None:
-    same(CASES[case], replace(WAY, traced=True))
+ROWS = [(case, replace(WAY, traced=True)) for case in CASES]
+MORE = [(case, replace(WAY, placement=11, config={"pipeline": "simple"})) for case in CASES]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_it_trains_wherever_its_layers_are(case: str) -> None:
-    same(CASES[case], replace(WAY, placement=11, config={"pipeline": "simple"}))
+@pytest.mark.parametrize(("case", "way"), [*ROWS, *slow(MORE)], ids=str)
+def test_it_trains_as_in_one_process(case: str, way: Way) -> None:
+    same(CASES[case], way)
 
 
 def test_shapes_that_one_rank_alone_knows_are_refused() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from tests.models_of_others import DIVISIBLE, PARTLY_DIVIDED
+from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.train import Way, batch, build, same
 
@@ -65,7 +66,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way"), FEW, ids=str)
+@pytest.mark.parametrize(("name", "way"), [*FEW, *slow(MORE)], ids=str)
 def test_a_model_trains_as_in_one_process(name: str, way: Way) -> None:
     same(DIVISIBLE[name], way, tolerance=TOLERANCE)
 
@@ -79,12 +80,6 @@ def test_a_checkpointed_model_trains_as_in_one_process(name: str, way: Way) -> N
 def test_a_model_of_which_parts_stay_whole_trains_as_in_one_process(name: str, way: Way) -> None:
     # Linear attention computes in float32, whatever the model does, and steps of training magnify what that rounds.
     same(PARTLY_DIVIDED[name], replace(way, batches=(8,)), tolerance=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), MORE, ids=str)
-def test_every_model_trains_as_in_one_process(name: str, way: Way) -> None:
-    same(DIVISIBLE[name], way, tolerance=TOLERANCE)
 
 
 def outputs_of_divided_layers() -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 import smpkit.torch as smp
 from smpkit.torch.tensor_parallel.module import initialize_shard
 from tests.models import Case
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, slow
 from tests.ranks import run_ranks
 from tests.train import TOLERANCE, Way, batch, build, same, world
 from tests.transparency import tensor_parallel_plain as plain
@@ -245,8 +245,6 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in GRID if row not in ROWS)], ids=str
-)
+@pytest.mark.parametrize(("kind", "way"), [*ROWS, *slow(row for row in GRID if row not in ROWS)], ids=str)
 def test_several_ranks_equal_one(kind: str, way: Way) -> None:
     same(CASES[kind], way)
