@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +29,23 @@ def run_on_sim(
     needs_sim()
     own = {VARIABLE: "cpu"}  # or they would have the chosen device already
     return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
+
+
+def on_sim(*, devices: int = 1) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Let a rank with simulated devices call a test."""
+
+    def decorate(test: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(test)
+        def started() -> None:
+            run_on_sim(_call, test.__module__, test.__name__, devices=devices)
+
+        return started
+
+    return decorate
+
+
+def _call(module: str, name: str) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__()
 
 
 def _loaded(devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
