@@ -13,7 +13,7 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from tests.models_of_others import DIVISIBLE, PARTLY_DIVIDED
 from tests.pairwise import slow
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Way, batch, build, same
 
 TOLERANCE = 1e-6  # Hugging Face computes losses, norms and some scores in float32
@@ -82,7 +82,8 @@ def test_a_model_of_which_parts_stay_whole_trains_as_in_one_process(name: str, w
     same(PARTLY_DIVIDED[name], replace(way, batches=(8,)), tolerance=1e-5)
 
 
-def outputs_of_divided_layers() -> None:
+@on_ranks(2)
+def test_outputs_of_divided_layers_are_refused() -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "memory"})
     case = DIVISIBLE["Llama"]
     module = build(case)
@@ -94,7 +95,3 @@ def outputs_of_divided_layers() -> None:
     with pytest.raises(UnsupportedError, match=r"asked for `output_attentions`, but .* some of the heads"):
         model(input_ids=ids, output_attentions=True)
     smp.shutdown()
-
-
-def test_outputs_of_divided_layers_are_refused() -> None:
-    run_ranks(outputs_of_divided_layers, 2)
