@@ -15,6 +15,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from tests.models import WIDTH, Case, by_torch, mse_step, plainly, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Trace, Way, batch, build, check_same, run, whole, world
 
 
@@ -88,16 +89,13 @@ def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation(what: str, 
         check_same(trace, on_one_rank)
 
 
-def generator_after_a_step() -> bool:
+@on_ranks(1)
+def test_a_step_gives_the_generators_back_as_they_were() -> None:
     with world(Way(microbatches=2)):
         model = smp.DistributedModel(build(DROPPING))
         before = torch.get_rng_state()
         smp.step(mse_step)(model, *batch(DROPPING, 0, 4))
-        return torch.equal(before, torch.get_rng_state())
-
-
-def test_a_step_gives_the_generators_back_as_they_were() -> None:
-    assert run_ranks(generator_after_a_step, 1) == [True]
+        assert torch.equal(before, torch.get_rng_state())
 
 
 class FunctionRecomputed(nn.Module):
@@ -114,8 +112,9 @@ class FunctionRecomputed(nn.Module):
         return self.last(functional.dropout(self.first(x).tanh(), 0.5))
 
 
-def gradient_beside_difference() -> tuple[float, float]:
-    """Return a gradient as backward computes it and as the losses of two steps with the same dropout tell it."""
+@on_ranks(1)
+def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
+    """A gradient is what the losses of two steps with the same dropout say."""
     case = Case(FunctionRecomputed, vectors, mse_step)
     with world(Way(microbatches=1)):
         model = smp.DistributedModel(build(case))
@@ -127,12 +126,7 @@ def gradient_beside_difference() -> tuple[float, float]:
             assert model.engine.random is not None
             model.engine.random.step = 0
         assert weight.grad is not None
-        return float(weight.grad[0, 0]) / 2, (losses[0] - losses[1]) / 2e-6
-
-
-def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
-    ((gradient, difference),) = run_ranks(gradient_beside_difference, 1)
-    assert gradient == pytest.approx(difference, rel=1e-6)
+        assert float(weight.grad[0, 0]) / 2 == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-6)
 
 
 def interrupted(folder: str, way: Way, *, resume: bool) -> list[float]:

@@ -19,6 +19,7 @@ from smpkit.torch.distributed import deadline
 from smpkit.torch.step import StepOutput
 from tests.models import WIDTH, mse_step, sequential, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Plain, in_turn, place
 
 MICROBATCHES = 2
@@ -332,7 +333,8 @@ def test_what_ranks_cannot_follow_is_refused(name: str) -> None:
         assert REFUSED[name][2] in message
 
 
-def refused_around() -> list[str]:
+@on_ranks(2)
+def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> None:
     run = Run(2)
     with pytest.raises(UsageError) as lazy:
         smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
@@ -342,17 +344,13 @@ def refused_around() -> list[str]:
     optimizer = smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(SmpkitError) as optimized:
         optimizer.step(lambda: 0.0)
-    return [caught.value.message for caught in (lazy, copied, optimized)]
+    assert lazy.value.message == "`1.weight` has no shape yet: its module is a lazy one"
+    assert copied.value.message.startswith("a DistributedModel was copied or pickled")
+    assert optimized.value.message.startswith("LBFGS looks at all parameters at once")
 
 
-def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> None:
-    for lazy, copied, optimized in run_ranks(refused_around, 2):
-        assert lazy == "`1.weight` has no shape yet: its module is a lazy one"
-        assert copied.startswith("a DistributedModel was copied or pickled")
-        assert optimized.startswith("LBFGS looks at all parameters at once")
-
-
-def record_by_hooks() -> str:
+@on_ranks(2)
+def test_an_error_after_hooks_that_ran_elsewhere_says_so() -> None:
     """Take what hooks on layers have put into a dict."""
     outputs: dict[int, Tensor] = {}
 
@@ -367,16 +365,12 @@ def record_by_hooks() -> str:
     with pytest.raises((KeyError, RemoteError)) as caught:
         smp.step(mse_step)(model, *batch(0))
     deadline.report_failure(caught.value)
-    return f"{caught.value} {vars(caught.value).get('__notes__')}"
+    message = f"{caught.value} {vars(caught.value).get('__notes__')}"  # its own, or the other rank's, which came first
+    assert "after forward hooks that ran on other ranks only, on `layers." in message
 
 
-def test_an_error_after_hooks_that_ran_elsewhere_says_so() -> None:
-    for message in run_ranks(record_by_hooks, 2):  # its own, or the other rank's, which was told first
-        assert "after forward hooks that ran on other ranks only, on `layers." in message
-
-
-def call_layers() -> list[str]:
-    """Call each layer between steps, and return what came of it."""
+@on_ranks(2)
+def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
     run = Run(2)
     module = sequential()
     model = run.model(module)
@@ -388,16 +382,12 @@ def call_layers() -> list[str]:
             messages.append(f"{layer(x).isfinite().all()}")
         except UsageError as error:
             messages.append(error.message)
-    return messages
-
-
-def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
-    for rank, messages in enumerate(run_ranks(call_layers, 2)):
-        others = [number for number, text in enumerate(messages) if text != "True"]
-        assert 0 < len(others) < len(messages)
-        for number in others:
-            start = f"`{number}`, whose weights pipeline rank {1 - rank} holds, was called outside a step"
-            assert messages[number] == f"{start}, on rank {rank}"
+    others = [number for number, text in enumerate(messages) if text != "True"]
+    assert 0 < len(others) < len(messages)
+    rank = smp.pp_rank()
+    for number in others:
+        start = f"`{number}`, whose weights pipeline rank {1 - rank} holds, was called outside a step"
+        assert messages[number] == f"{start}, on rank {rank}"
 
 
 # --- what goes wrong on one rank ----------------------------------------------------------------------------------
@@ -442,7 +432,8 @@ def test_a_rank_that_catches_its_own_exception_does_not_let_the_others_wait(wher
         assert messages[1].startswith("a step was called after one that an exception had ended")
 
 
-def freeze_alone() -> str:
+@on_ranks(2)
+def test_ranks_that_freeze_different_parameters_are_named() -> None:
     run = Run(2)
     model, step = run.model(sequential()), run.step(mse_step)
     step(model, *batch(0))
@@ -451,10 +442,5 @@ def freeze_alone() -> str:
     with pytest.raises(UsageError) as caught:
         step(model, *batch(1))
     deadline.report_failure(caught.value)  # as a script that ends does, so that the other rank has all it is sent
-    return caught.value.message
-
-
-def test_ranks_that_freeze_different_parameters_are_named() -> None:
-    for message in run_ranks(freeze_alone, 2):
-        assert "pipeline rank 1 took another way" in message
-        assert "`a step with 4 frozen parameters" in message
+    assert "pipeline rank 1 took another way" in caught.value.message
+    assert "`a step with 4 frozen parameters" in caught.value.message
