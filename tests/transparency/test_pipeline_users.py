@@ -426,24 +426,18 @@ class Leaving(nn.Linear):
         return self.left
 
 
-class Between(nn.Module):
+class Between(Centring):
     """Hands values on between its two layers in other ways than by arguments and results."""
-
-    mean: Tensor
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.first, self.second = first, second
-        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.first, Writing):
             seen: dict[str, Tensor] = {}
             return self.second(self.first(x, seen)) + seen["first"]
-        out = self.second(self.first(x))
-        with torch.no_grad():
-            self.mean = 0.5 * self.mean + 0.5 * out.mean(0)
-        return out - self.mean
+        return super().forward(self.second(self.first(x)))
 
 
 def noting(**more: Any) -> Any:
