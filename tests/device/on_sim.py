@@ -31,13 +31,13 @@ def run_on_sim(
     return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
 
 
-def on_sim(*, devices: int = 1) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Let a rank with simulated devices call a test."""
+def on_sim(*, size: int = 1, devices: int = 1) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Let ranks with simulated devices call a test."""
 
     def decorate(test: Callable[[], None]) -> Callable[[], None]:
         @functools.wraps(test)
         def started() -> None:
-            run_on_sim(_call, test.__module__, test.__name__, devices=devices)
+            run_on_sim(_call, test.__module__, test.__name__, size=size, devices=devices)
 
         return started
 

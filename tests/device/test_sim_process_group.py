@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smpkit.testing import simulated_device
-from tests.device.on_sim import ORDERS, naming, run_on_sim
+from tests.device.on_sim import ORDERS, naming, on_sim, run_on_sim
 
 
 def begin(seconds: float = 60) -> tuple[int, int]:
@@ -108,15 +109,11 @@ def overlapped(wait: bool) -> list[str]:
     return [f"{race.second.operator}, {race.first.operator}" for race in simulated_device.races()]
 
 
-def overlapped_both_ways() -> tuple[list[str], list[str]]:
-    begin()
-    return overlapped(wait=True), overlapped(wait=False)
-
-
+@on_sim(size=2)
 def test_a_collective_not_waited_for_is_a_race() -> None:
-    for waited, unwaited in run_on_sim(overlapped_both_ways, size=2):
-        assert waited == []
-        assert "aten::mul, all_reduce" in unwaited
+    begin()
+    assert overlapped(wait=True) == []
+    assert "aten::mul, all_reduce" in overlapped(wait=False)
 
 
 def queries() -> list[bool]:
@@ -163,12 +160,11 @@ def test_communicators_in_another_order_on_each_rank_need_both_at_once() -> None
     assert any("one communicator at a time" in text for text in found) or all("failed" in text for text in found)
 
 
-def aborted() -> float:
-    import time
-
+@on_sim(size=2)
+def test_abort_ends_what_waits() -> None:
     rank, _ = begin()
     if rank:
-        return 0
+        return
     dist.all_reduce(torch.ones(4, device="sim"), async_op=True)
     group = dist.group.WORLD
     assert group is not None
@@ -179,11 +175,7 @@ def aborted() -> float:
         torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match="was aborted"):
         dist.all_reduce(torch.ones(4, device="sim"))
-    return time.monotonic() - start
-
-
-def test_abort_ends_what_waits() -> None:
-    assert run_on_sim(aborted, size=2)[0] < 10
+    assert time.monotonic() - start < 10
 
 
 def made() -> nn.Sequential:
