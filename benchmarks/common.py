@@ -33,9 +33,9 @@ def parser(doc: str | None, repetitions: int | None = None) -> argparse.Argument
     return options
 
 
-def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 1800) -> list[Any]:
+def on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
     """Call a function on ranks with one thread each, where runs are recorded as in a job; return what they return."""
-    return run_ranks(function, size, *arguments, timeout=timeout, env={"SMPKIT_SUMMARY": "1"})
+    return run_ranks(function, size, *arguments, timeout=1800, env={"SMPKIT_SUMMARY": "1"})
 
 
 def prepare_rank() -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[1]
 SECONDS: Final = 60 * float(os.environ.get("SMPKIT_CI_MINUTES", "60"))
 TO_END: Final = 60
-"""Of these seconds, those that a part may take to end when the time is over."""
+"""How many of these seconds a part may take to end when the time is over."""
 NO_TESTS: Final = 5
 """How pytest exits if all are deselected."""
 
@@ -46,7 +46,7 @@ class Part:
     name: str
     command: Sequence[str]
     options: Sequence[str] | None = ()
-    """Of pytest; None if the command does not run it."""
+    """Options of pytest; None if the command does not run it."""
     must_end: bool = False
     """Whether the run fails if there is no time for all of it."""
     left: Sequence[str] = ()
@@ -55,7 +55,7 @@ class Part:
     ended: Counter[str] = field(default_factory=Counter)
     """How many tests passed, failed, ..."""
     reasons: Mapping[str, int] = field(default_factory=dict)
-    """Of skips, and how many tests each skipped."""
+    """Why tests were skipped, and how many each time."""
 
     def run(self, until: float) -> None:
         """Run it, until it ends or `time.monotonic()` is at that."""

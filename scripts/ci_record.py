@@ -14,7 +14,7 @@ _LEFT: Final = dict[str, None]()
 """The tests that have not ended, in their order."""
 _ENDED: Final = Counter[str]()
 _REASONS: Final = Counter[str]()
-"""Of skips."""
+"""Why tests were skipped."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

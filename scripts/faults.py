@@ -57,10 +57,10 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 def passing(tree: Path, killers: Sequence[str]) -> set[str]:
     """Return those that pass on the unchanged tree; they run together, which is faster, unless one of them fails."""
-    status, said = run_tests(tree, killers)
+    status, output = run_tests(tree, killers)
     if status != 0 and len(killers) > 1:
         return {each for killer in killers for each in passing(tree, [killer])}
-    return {killer for killer in killers if status == 0 and f"\nPASSED {killer}" in said}
+    return {killer for killer in killers if status == 0 and f"\nPASSED {killer}" in output}
 
 
 def outcome(tree: Path, fault: Fault) -> str:
@@ -70,9 +70,9 @@ def outcome(tree: Path, fault: Fault) -> str:
     if (count := text.count(fault.find)) != 1:
         return f"ERROR: the text to replace stands {count} times in {fault.file}"
     path.write_text(text.replace(fault.find, fault.replace))
-    status, said = run_tests(tree, [fault.killed_by])
+    status, output = run_tests(tree, [fault.killed_by])
     path.write_text(text)
-    return {0: "SURVIVED", 1: "killed"}.get(status, f"ERROR: pytest exits {status}: {said[-2000:]}")
+    return {0: "SURVIVED", 1: "killed"}.get(status, f"ERROR: pytest exits {status}: {output[-2000:]}")
 
 
 def judge(trees: SimpleQueue[Path], faults: Sequence[Fault]) -> int:
@@ -81,9 +81,9 @@ def judge(trees: SimpleQueue[Path], faults: Sequence[Fault]) -> int:
     passed = passing(tree, list(dict.fromkeys(fault.killed_by for fault in faults)))
     for fault in faults:
         missing = f"ERROR: {fault.killed_by} does not exist, or does not pass on the unchanged tree"
-        said = outcome(tree, fault) if fault.killed_by in passed else missing
-        print(f"{fault.id:36} {said}", flush=True)
-        count += said == "killed"
+        result = outcome(tree, fault) if fault.killed_by in passed else missing
+        print(f"{fault.id:36} {result}", flush=True)
+        count += result == "killed"
     trees.put(tree)
     return count
 

@@ -128,8 +128,8 @@ def problems_of_build(folder: Path) -> list[str]:
     done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         return [re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)]
-    told = [line for line in done.stdout.splitlines() if any(word in line for word in _TOLD)]
-    return [*told, *_wrong_in(folder / "site")]
+    lost = [line for line in done.stdout.splitlines() if any(word in line for word in _TOLD)]
+    return [*lost, *_wrong_in(folder / "site")]
 
 
 def _wrong_in(built: Path) -> Iterator[str]:

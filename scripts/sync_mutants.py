@@ -40,9 +40,9 @@ _HEADER: Final = """\
 # show it, or what would. `tried` alone: no scenario that was tried showed it, or none comes to it.
 """
 _ENDLESS: Final = 10
-"""As many times what ranks compute with everything in place is more than a missing edge explains."""
+"""Ranks hang that compute so many times as long as with everything in place: a missing edge does not explain it."""
 _LEAST_SECONDS: Final = 60.0
-"""Of a processor; no ranks are said to hang that have computed less."""
+"""Processor seconds; ranks that have computed less are not said to hang."""
 _LONGEST: Final = 1800.0
 """Seconds, after which nothing can be said: the machine is too slow."""
 
@@ -112,15 +112,27 @@ def _write(every: Sequence[Edge], found: dict[str, dict[str, str] | None]) -> li
     entries = []
     for edge in every:
         before = known.get(edge.id, {})
-        entry: dict[str, Any] = {"edge": edge.id, "found": found.get(edge.id, before.get("found"))}
+        how = found.get(edge.id, before.get("found"))
+        entry: dict[str, Any] = {"edge": edge.id, "found": _Line(how) if how else None}
         if not entry["found"] and (edge.id in found or "tried" in before):
             entry["tried"] = True
         if not entry["found"] and (why := before.get("why")):
             entry["why"] = why
         entries.append(entry)
-    text = yaml.safe_dump(entries, width=120, sort_keys=False, allow_unicode=True)
+    text = yaml.dump(entries, Dumper=_Dumper, width=120, sort_keys=False, allow_unicode=True)
     (ROOT / RESULT).write_text(_HEADER + text)
     return entries
+
+
+class _Line(dict[str, str]):
+    """A mapping that is written in one line, as far as it fits."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
 
 
 def _known() -> dict[str, dict[str, Any]]:
@@ -134,7 +146,7 @@ def _known() -> dict[str, dict[str, Any]]:
 def _reach(pool: ThreadPoolExecutor, every: Sequence[Edge], names: Sequence[str]) -> dict[str, Reach]:
     def measure(name: str) -> Reach:
         size = SCENARIOS[name].ranks
-        ranks = run_on_sim(_watched, list(every), name, size=size, order=None, timeout=_LONGEST)
+        ranks = run_on_sim(_watched, list(every), name, size=size, timeout=_LONGEST)
         return Reach(sum(seconds for seconds, _ in ranks), frozenset().union(*(ids for _, ids in ranks)))
 
     return dict(zip(names, pool.map(measure, names), strict=True))
@@ -158,7 +170,8 @@ def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[st
         with HangWatch(SCENARIOS[name].ranks, most_processor_seconds=limit) as watched:
             finding = _run(edge, name, orders, watched)
         if finding is not None:
-            return {"by": finding.by, "scenario": name, "order": finding.order, "detail": finding.detail[:300]}
+            how = {"by": finding.by, "scenario": name, "order": finding.order, "detail": finding.detail[:300]}
+            return {key: value for key, value in how.items() if value}
     return None
 
 
@@ -170,7 +183,7 @@ def _run(edge: Edge, name: str, orders: int, watched: HangWatch) -> Finding | No
     size = SCENARIOS[name].ranks
     failed = None
     try:
-        run_on_sim(_without, watched.folder, edge, name, ORDERS[:orders], size=size, order=None, timeout=_LONGEST)
+        run_on_sim(_without, watched.folder, edge, name, ORDERS[:orders], size=size, timeout=_LONGEST)
     except RankFailed as error:
         failed = str(error)
     found = [Finding(*json.loads(path.read_text())) for path in Path(watched.folder).glob("*.json")]

@@ -136,7 +136,7 @@ _CPU: Final = "CPU seconds"
 _TOO_LONG: Final = "took too long"
 _MOST_CPU: Final = 5.0
 _FAR_TOO_MUCH_CPU: Final = 2 * _MOST_CPU
-"""With which a test fails in CI: the same one takes up to twice as long on a slow or busy machine."""
+"""A test that takes more fails in CI. It is twice as much, since a slow or busy machine takes twice as long."""
 _RULE: Final = "One of the default suite may take 5: make it smaller, or mark it as `slow`."
 _counted: list[pytest.TestReport] = []
 

@@ -18,7 +18,7 @@ from smpkit.torch.distributed import deadline
 from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 
 SECONDS = 60.0
-"""After which a test fails that would else hang."""
+"""How long a test waits for another rank before it fails."""
 
 
 def facts() -> TCPStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, TOKENS, LENGTH = 6, 11, 5
 
@@ -63,6 +64,15 @@ def mse_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def autocast_step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Lead only the model's own part under autocast, as SMP v1's examples did."""
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    loss = functional.mse_loss(out.float(), y)
+    model.backward(loss)
+    return loss, out
+
+
 def token_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     loss = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
     model.backward(loss)
@@ -73,6 +83,18 @@ def loss_in_model_step(model: Any, x: Tensor, y: Tensor) -> Any:
     loss, prediction = model(x, y)
     model.backward(loss)
     return loss, prediction
+
+
+# --- how models call their layers ---------------------------------------------------------------------------------
+
+
+def plainly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def by_torch(function: Callable[..., Any], *args: Any) -> Any:
+    """Compute it again in backward."""
+    return checkpoint(function, *args, use_reentrant=False)
 
 
 # --- plain stacks -------------------------------------------------------------------------------------------------
@@ -86,6 +108,32 @@ def sequential() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Stack(nn.Module):
+    """A ModuleList of equal layers, which follow each other unless a model calls them in a way of its own."""
+
+    layer: Callable[[], nn.Module] = staticmethod(block)
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layer() for _ in range(count)])
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def with_residuals(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Call layers in a row, each with a residual around it."""
+    for layer in layers:
+        x = x + layer(x)
+    return x
+
+
 class Loop(nn.Module):
     """A ModuleList and a Python loop, with a residual between the blocks."""
 
@@ -96,11 +144,7 @@ class Loop(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        result: Tensor = self.norm(x)
-        return result
+        return self.norm(with_residuals(self.layers, self.first(x)))
 
 
 class DroppingLayer(nn.Module):
@@ -109,21 +153,13 @@ class DroppingLayer(nn.Module):
         self.inner, self.dropout, self.last = block(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.last(self.dropout(self.inner(x)))
-        return result
+        return x + self.last(self.dropout(self.inner(x)))
 
 
-class Dropping(nn.Module):
+class Dropping(Stack):
     """Drops at random: only trainings that draw alike can be compared."""
 
-    def __init__(self, count: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DroppingLayer() for _ in range(count)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    layer = DroppingLayer
 
 
 class UShape(nn.Module):
@@ -155,11 +191,10 @@ class Inception(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = torch.stack([branch(x) for branch in self.branches], dim=1)
-        weights = made.mean(-1, keepdim=True).softmax(dim=1)
-        left, right = (weights * made).sum(1).chunk(2, dim=-1)
-        result: Tensor = self.head(torch.cat([right, left.sin()], -1))
-        return result
+        outputs = torch.stack([branch(x) for branch in self.branches], dim=1)
+        weights = outputs.mean(-1, keepdim=True).softmax(dim=1)
+        left, right = (weights * outputs).sum(1).chunk(2, dim=-1)
+        return self.head(torch.cat([right, left.sin()], -1))
 
 
 class Twice(nn.Module):
@@ -171,11 +206,8 @@ class Twice(nn.Module):
         self.layers = nn.ModuleList([block(), self.shared, block()])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.shared(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        result: Tensor = self.shared(torch.cat([x, x])).chunk(2)[0]
-        return result
+        x = with_residuals(self.layers, self.shared(x))
+        return self.shared(torch.cat([x, x])).chunk(2)[0]
 
 
 class Common(nn.Module):
@@ -189,8 +221,7 @@ class Common(nn.Module):
         self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x) * self.table
-        return result
+        return self.linear(x) * self.table
 
 
 class CommonBlock(nn.Module):
@@ -201,16 +232,15 @@ class CommonBlock(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.act(self.own(self.common(x)))
-        return result
+        return x + self.act(self.own(self.common(x)))
 
 
 class SharesInside(nn.Module):
     """Layers that have one module in common, and one activation."""
 
-    def __init__(self, common: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        common, act = common or Common(), nn.GELU()
+        common, act = Common(), nn.GELU()
         self.layers = nn.ModuleList([CommonBlock(common, act) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -245,18 +275,13 @@ class DictBlock(nn.Module):
         return {"x": torch.tanh(x), "hidden": [*state["hidden"], x], "count": state["count"] + 1}
 
 
-class ReturnsDict(nn.Module):
+class ReturnsDict(Stack):
     """Blocks that pass a dictionary on, and a dictionary as the result."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DictBlock() for _ in range(4)])
+    layer = DictBlock
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        state = {"x": x, "hidden": [], "count": 0}
-        for layer in self.layers:
-            state = layer(state)
-        return state
+        return super().forward({"x": x, "hidden": [], "count": 0})
 
 
 def dict_step(model: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -276,16 +301,11 @@ class DataclassBlock(nn.Module):
         return Output(prediction.relu(), [*x.hidden, prediction], name=type(self).__name__)
 
 
-class ReturnsDataclass(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DataclassBlock() for _ in range(4)])
+class ReturnsDataclass(Stack):
+    layer = DataclassBlock
 
     def forward(self, x: Tensor) -> Output:
-        out = Output(x, [])
-        for layer in self.layers:
-            out = layer(out)
-        return out
+        return super().forward(Output(x, []))
 
 
 def dataclass_step(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -307,12 +327,10 @@ class TupleBlock(nn.Module):
         return swapped, (swapped.left.detach(), (None, 3, "text", more[:1]))
 
 
-class ReturnsTuple(nn.Module):
+class ReturnsTuple(Stack):
     """Named and nested tuples, one branch of which needs no gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([TupleBlock() for _ in range(4)])
+    layer = TupleBlock
 
     def forward(self, x: Tensor) -> tuple[Pair, tuple[Any, ...]]:
         pair, more = Pair(x, x.flip(0)), ()
@@ -345,19 +363,16 @@ class ArgumentBlock(nn.Module):
         return x.tanh() if mode == "tanh" and all(flags) else x
 
 
-class TakesAnything(nn.Module):
+class TakesAnything(Stack):
     """Keyword, None, string, nested and non-tensor arguments, different from block to block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([ArgumentBlock() for _ in range(4)])
+    layer = ArgumentBlock
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         first = x = self.layers[0](x, scale=0.5, mode="tanh", flags=(True, True))
         x = self.layers[1](x, mask, scale=2.0, mode="none", extra=None)
         x = self.layers[2](x, mask=mask, scale=1.0, mode="tanh", extra={"bias": [first, None]}, flags=[True])
-        result: Tensor = self.layers[3](x, None, scale=1, mode="tanh", flags=(True, False))
-        return result
+        return self.layers[3](x, None, scale=1, mode="tanh", flags=(True, False))
 
 
 def mask_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -369,24 +384,6 @@ def mask_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 # --- shared, loose and frozen weights -----------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """Embedding and head are modules that share a Parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList([block() for _ in range(3)])
-        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        result: Tensor = self.head(x)
-        return result
-
-
 class TiedFunctional(nn.Module):
     """The head is a function of the embedding's weight."""
 
@@ -396,18 +393,28 @@ class TiedFunctional(nn.Module):
         self.layers = nn.ModuleList([block() for _ in range(3)])
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return functional.linear(x, self.embedding.weight)
+        return functional.linear(with_residuals(self.layers, self.embedding(ids)), self.embedding.weight)
 
 
-class TiedNeighbours(nn.Module):
-    """Several pairs of layers share a weight, so that ranks in a row have weights in common with one or two others."""
+class Tied(TiedFunctional):
+    """Embedding and head are modules that share a Parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(with_residuals(self.layers, self.embedding(ids)))
+
+
+class TiedNeighbours(Stack):
+    """Several pairs of layers share a weight, so that ranks in a row have weights in common with one or two others."""
+
+    layer = staticmethod(linear)
+
+    def __init__(self) -> None:
+        super().__init__(8)
         for first, second in ((1, 2), (3, 4), (5, 6)):
             self.layers[second].weight = self.layers[first].weight
 
@@ -434,8 +441,7 @@ class RootParameter(nn.Module):
         x = x + self.positions
         for layer in self.layers:
             x = x + layer(x) * self.scale
-        result: Tensor = self.head(x[:, 0]) * self.temperature
-        return result
+        return self.head(x[:, 0]) * self.temperature
 
 
 class Frozen(nn.Module):
@@ -452,11 +458,7 @@ class Frozen(nn.Module):
         self.layers[2].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(with_residuals(self.layers, self.stem(x)))
 
 
 class Normed(nn.Module):
@@ -473,8 +475,7 @@ class Normed(nn.Module):
         x = self.norm(self.first(x))
         for layer in self.layers:
             x = torch.relu(layer(x))
-        result: Tensor = self.plain(x)
-        return result
+        return self.plain(x)
 
 
 # --- several streams ----------------------------------------------------------------------------------------------
@@ -489,8 +490,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         x = x + self.own(x, x, x, attn_mask=mask, need_weights=False)[0]
-        result: Tensor = self.norm(x + self.cross(x, memory, memory)[0])
-        return result
+        return self.norm(x + self.cross(x, memory, memory)[0])
 
 
 class EncoderDecoder(nn.Module):
@@ -511,8 +511,7 @@ class EncoderDecoder(nn.Module):
         mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device), 1)
         for layer in self.decoder:
             x = layer(x, memory, mask)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 class SeveralOutputs(nn.Module):
@@ -522,8 +521,7 @@ class SeveralOutputs(nn.Module):
         self.left, self.right, self.value = block(), block(), nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        for layer in self.trunk:
-            x = x + layer(x)
+        x = with_residuals(self.trunk, x)
         return self.left(x), self.right(x), self.value(x).squeeze(-1)
 
 
@@ -569,13 +567,10 @@ class BranchingModel(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.first:
-            x = x + layer(x)
+        x = with_residuals(self.first, x)
         if x.mean() > 0:
-            for layer in self.second:
-                x = x + layer(x)
-        result: Tensor = self.head(x)
-        return result
+            x = with_residuals(self.second, x)
+        return self.head(x)
 
 
 class LossInside(nn.Module):
@@ -589,12 +584,10 @@ class LossInside(nn.Module):
         return None if y is None else self.criterion(prediction, y), prediction
 
 
-class InPlace(nn.Module):
+class InPlace(Stack):
     """Changes activations in place: in units, between them, by index and by augmented assignment."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)) for _ in range(4)])
+    layer = staticmethod(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -605,8 +598,7 @@ class InPlace(nn.Module):
         y = self.layers[2](x)
         y = y + x
         y.mul_(0.5)
-        result: Tensor = self.layers[3](y)
-        return result
+        return self.layers[3](y)
 
 
 def mapping_step(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -639,8 +631,7 @@ def made_by_transformers(name: str, task: str, sizes: dict[str, Any]) -> nn.Modu
     config = getattr(transformers, f"{name}Config")(**sizes)
     for chance in [key for key, value in vars(config).items() if "drop" in key and isinstance(value, float)]:
         setattr(config, chance, 0.0)
-    model: nn.Module = getattr(transformers, f"{name}{task}")(config)
-    return model
+    return getattr(transformers, f"{name}{task}")(config)
 
 
 def images(size: int, generator: torch.Generator) -> tuple[Any, ...]:

@@ -405,16 +405,14 @@ def import_torchvision() -> Any:
 
 
 def made_by_torchvision(name: str, options: Sizes) -> nn.Module:
-    model: nn.Module = getattr(import_torchvision().models, name)(num_classes=CLASSES, **options)
-    return model
+    return getattr(import_torchvision().models, name)(num_classes=CLASSES, **options)
 
 
 def made_by_timm(name: str, options: Sizes) -> nn.Module:
     import_torchvision()
     import timm
 
-    model: nn.Module = timm.create_model(name, num_classes=CLASSES, **options)
-    return model
+    return timm.create_model(name, num_classes=CLASSES, **options)
 
 
 def vision(name: str, step: Callable[..., Any] = class_step, **options: Any) -> Case:

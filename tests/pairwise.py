@@ -1,10 +1,12 @@
-"""Choose few of many combinations, so that every pair of values of two axes meets in one of them."""
+"""Rows of parametrized tests: few of many combinations, and those that only slow runs try."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import pytest
 
 
 def pairwise(axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
@@ -17,6 +19,11 @@ def pairwise(axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
         chosen.append(best)
         missing -= _pairs(best)
     return chosen
+
+
+def slow(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return rows that are tried with `-m slow`."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def _pairs(row: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:

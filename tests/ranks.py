@@ -30,7 +30,7 @@ def run_ranks(
     order = order_of(env[VARIABLE])
     if order is None:
         return run_on_this_machine(function, size, *args, timeout=timeout, env=env, hosts=hosts)
-    return run_on_this_machine(run_in_order, size, order, 1, function, args, timeout=timeout, env=env, hosts=hosts)
+    return run_on_this_machine(run_in_order, size, order, function, args, timeout=timeout, env=env, hosts=hosts)
 
 
 def start_server() -> None:
@@ -63,12 +63,11 @@ def cpu_of_ranks() -> float:
 
 
 _cpu_of_start: dict[int | None, float] = {}
-"""Of each server, by its process id."""
+"""The CPU seconds that each server took to start, by its process id."""
 
 
 def _pid_of_server() -> int | None:
-    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
 def _cpu_of(pid: int | None) -> float:

@@ -1,4 +1,4 @@
-"""Simulated devices for tests, which run in an order that `tests.chosen_device` or a test chooses; no race may be."""
+"""The simulated device of tests, in an order that `tests.chosen_device` or a test chooses; races are errors."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ def needs_sim() -> None:
 
 
 @contextlib.contextmanager
-def in_order(order: Order, devices: int = 1) -> Iterator[None]:
-    """Run a test, or what a rank does, on simulated devices; then wait for them, and raise if there were races."""
-    simulated_device.load(devices)
+def in_order(order: Order) -> Iterator[None]:
+    """Run a test, or what a rank does, on a simulated device; then wait for it, and raise if there were races."""
+    simulated_device.load()
     with simulated_device.no_races(*order):
         yield
         # What others still receive must leave before this rank ends; where one has failed, it never arrives.
-        for index in range(devices):
-            _drain(index)
+        _drain()
 
 
-def _drain(index: int) -> None:
-    """Wait for a device, whatever messages have failed: each of them raises once."""
+def _drain() -> None:
+    """Wait for the device, whatever messages have failed: each of them raises once."""
     for _ in range(_MOST_FAILED):
         try:
-            accelerator.synchronize(index)
+            accelerator.synchronize()
         except dist.DistBackendError:
             continue
         return
 
 
-def run_in_order(order: Order, devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def run_in_order(order: Order, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return what `function(*args)` returns there; for ranks, which are forked before they have a device."""
-    with in_order(order, devices):
+    with in_order(order):
         return function(*args)

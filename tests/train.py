@@ -113,10 +113,10 @@ class Way:
         """What `smp.init` gets."""
         placement = {} if self.placement is None else {"auto_partition": False, "default_partition": 0}
         degrees = {"pipeline_parallel_degree": self.pipeline, "tensor_parallel_degree": self.tensor}
-        given = {"microbatches": self.microbatches, "ddp": True, "skip_tracing": not self.traced}
+        settings = {"microbatches": self.microbatches, "ddp": True, "skip_tracing": not self.traced}
         # Sharded data parallelism clips by itself, and to 1 unless told.
         clipping = {"sdp_gradient_clipping": self.clip} if "sharded_data_parallel_degree" in self.config else {}
-        return {**degrees, **given, **placement, **clipping, **self.config}
+        return {**degrees, **settings, **placement, **clipping, **self.config}
 
     @property
     def plain(self) -> Way:
@@ -297,8 +297,8 @@ class Plain(nn.Module):
 
     def backward(self, tensors: Any, gradients: Any = None) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = [torch.ones_like(root) for root in roots] if gradients is None else gradients
-        torch.autograd.backward(roots, [each / self.parts for each in given])
+        weights = [torch.ones_like(root) for root in roots] if gradients is None else gradients
+        torch.autograd.backward(roots, [each / self.parts for each in weights])
 
 
 def train_plainly(case: Case, way: Way) -> list[Trace]:

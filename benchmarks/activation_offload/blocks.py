@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.is_checkpointed = False
         self.context_fn: Callable[[], Any] = noop_context_fn
-        """Of selective checkpoints."""
+        """The `context_fn` of selective checkpoints."""
         self.before_layer: Callable[[Tensor], object] = id
         """Called with each layer's input; one contestant needs that."""
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(num_layers))

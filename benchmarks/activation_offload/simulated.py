@@ -82,12 +82,12 @@ class Stage:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the link, each way."""
+        """The rate of the link, each way."""
         return BOUNDARY / self.copy_seconds
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step in which nothing waits; a backward takes two forwards, and recomputes one."""
+        """Seconds of a step in which nothing waits; a backward takes two forwards, and recomputes one."""
         passes = {Kind.FORWARD: 1, Kind.BACKWARD: 3}
         return self.num_layers * self.forward_seconds * sum(passes[action.kind] for action in self.actions)
 

@@ -56,8 +56,7 @@ def contestants(model: Any, optimizer: Any) -> dict[str, Save]:
 
     def theirs_in_background(folder: Path) -> Callable[[], object]:
         response: Any = async_save(parts(), checkpoint_id=str(folder / "step"), process_group=group)
-        wait: Callable[[], object] = response.result
-        return wait
+        return response.result
 
     return {
         "smpkit, blocking": lambda folder: ours(folder, blocking=True),
@@ -164,8 +163,8 @@ def text_of(found: Mapping[str, Any]) -> str:
     medians = {who: statistics.median(map(operator.truediv, ours, by_name[name][0])) for who, name in others.items()}
     ratios = [f"`blocking=False` beside {who}: held {median:.2f} ×" for who, median in medians.items()]
     without = f"{statistics.median(plain) * 1e3:.0f} ms, {statistics.median(plain_cpu) * 1e3:.0f} ms of CPU time"
-    said = f"{'; '.join(ratios)} (medians of ratios in a turn). Ten steps without a save: {without}."
-    return f"{table(heads, rows)}\n\n{said}"
+    summary = f"{'; '.join(ratios)} (medians of ratios in a turn). Ten steps without a save: {without}."
+    return f"{table(heads, rows)}\n\n{summary}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

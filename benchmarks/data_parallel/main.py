@@ -49,8 +49,7 @@ class Model(nn.Module):
         x = self.inputs(x)
         for layer in self.layers:
             x = layer(x)
-        result: torch.Tensor = self.outputs(x)
-        return result
+        return self.outputs(x)
 
 
 # --- smpkit's features, and torch's for the same ----------------------------------------------------------------------

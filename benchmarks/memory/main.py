@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from benchmarks.common import machine, parser, report, table
+from benchmarks.pipeline.models import Block, GPTSize
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import run_ranks, simulated_device
 
 PAGE: Final = Path(__file__).with_name("README.md")
-WIDTH, DEPTH, HEADS, TOKENS, SAMPLES, STEPS = 256, 8, 4, 256, 8, 3
+WIDTH, DEPTH, TOKENS, SAMPLES, STEPS = 256, 8, 256, 8, 3
+SIZE: Final = GPTSize(width=WIDTH, num_heads=4)
 MIB: Final = 2**20
 
 
@@ -65,23 +67,6 @@ TECHNIQUES: Final = {
 }
 
 
-class Block(nn.Module):
-    """A transformer layer with causal attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, WIDTH))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-
 def _held(name: str) -> int:
     """Return bytes of a line of the process's status: VmRSS, what it holds, or VmHWM, the most since the last reset."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -91,7 +76,7 @@ def _held(name: str) -> int:
 def _before() -> int:
     """Load what training needs once in a process; return what the process holds then."""
     torch.set_num_threads(1)
-    small = nn.Sequential(Block())
+    small = nn.Sequential(Block(SIZE))
     optimizer = torch.optim.AdamW(small.parameters())
     small(torch.randn(1, 2, WIDTH)).square().mean().backward()
     optimizer.step()
@@ -108,7 +93,7 @@ def measured(name: str) -> tuple[int, int, float]:
     before = _before()
     torch.manual_seed(0)
     with smp.tensor_parallelism(technique.tensor_parallelism):
-        module = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        module = nn.Sequential(*(Block(SIZE) for _ in range(DEPTH)))
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     if technique.checkpointing:
@@ -150,7 +135,7 @@ def simulated_offload_model() -> int:
 
 def _steps_of_offload_model(device: str) -> Iterator[None]:
     torch.manual_seed(0)
-    module = nn.Sequential(*(Block() for _ in range(DEPTH)))
+    module = nn.Sequential(*(Block(SIZE) for _ in range(DEPTH)))
     model = OffloadModel(module, device, num_slices=DEPTH, checkpoint_activation=True, num_microbatches=4)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW)
     x = torch.randn(SAMPLES, TOKENS, WIDTH)

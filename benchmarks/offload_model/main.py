@@ -15,7 +15,6 @@ import torch
 from benchmarks.common import machine, parser, report, table
 from benchmarks.offload_model import deepspeed_adam, optimizers, sizes
 from benchmarks.offload_model.simulated import simulated_rows
-from smpkit.plan.offload.model import Machine
 
 HERE = Path(__file__).parent
 FAIRSCALE = ("fairscale", "smpkit", "smpkit fast")
@@ -128,7 +127,7 @@ def sizes_table(models: Mapping[str, tuple[int, int]], tokens: Sequence[int]) ->
     for name, (width, layers) in models.items():
         for num_tokens in tokens:
             for clip in (None, 1.0):
-                cell = sizes.measure(width, layers, num_tokens, Machine(), clip=clip)
+                cell = sizes.measure(width, layers, num_tokens, clip)
                 peaks = [size(cell[key]) for key in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes")]
                 figures = [f"{cell['seconds']:.2f}", f"{cell['predicted_seconds']:.2f}"]
                 figures.append(f"{cell['useful_flops_per_second'] / 1e12:.0f}")

@@ -34,21 +34,21 @@ class Cell:
 
     num_slices: int
     num_rows: int
-    """Of one microbatch."""
+    """Rows of a microbatch."""
     num_microbatches: int
     forward_seconds: float
-    """Of one slice and one microbatch."""
+    """How long a slice takes for a microbatch."""
     load_seconds: float
-    """Of one slice."""
+    """How long the copy of a slice takes."""
 
     @property
     def slice_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of a slice's weights."""
         return _WIDTH**2 * _NUM_BYTES
 
     @property
     def border_bytes(self) -> int:
-        """Of one microbatch."""
+        """Bytes of what one slice hands to the next for a microbatch."""
         return self.num_rows * _WIDTH * _NUM_BYTES
 
     @property
@@ -72,16 +72,16 @@ class Cell:
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step in which nothing waits: forward, recomputation, and a backward of two forwards."""
+        """Seconds of a step in which nothing waits: forward, recomputation, and a backward of two forwards."""
         return 4 * self.num_slices * self.num_microbatches * self.forward_seconds
 
     @property
     def planned_seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return step_time(self.model, self.machine).total_seconds
 
     def planned_peak_bytes(self) -> int:
-        """Of the device, without what the caller holds."""
+        """The peak of the device, without what the caller holds."""
         return round(device_peak_bytes(self.model, self._in_slice_bytes()))
 
     def _in_slice_bytes(self) -> int:
@@ -108,7 +108,7 @@ class Measured:
     overlap: float | None
     """The part of all copy time in which a matrix product runs as well."""
     compute_seconds: float
-    """Of the matrix products."""
+    """Seconds of the matrix products."""
 
 
 def _layer() -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
@@ -19,13 +20,11 @@ TOKENS = (8 * 1024, 32 * 1024, 128 * 1024)
 LENGTH = 1024
 
 
-def measure(
-    width: int, layers: int, num_tokens: int, machine: Machine, steps: int = 3, clip: float | None = None
-) -> dict[str, Any]:
+def measure(width: int, layers: int, num_tokens: int, clip: float | None) -> dict[str, Any]:
     """Return measured and predicted figures of one cell; without a GPU it runs on the CPU, which has no peaks."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peaks = {}
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with torch.device(device):  # numbers are drawn faster there
@@ -43,28 +42,26 @@ def measure(
     optimizer = OffloadOptimizer(model, lr=1e-4, max_grad_norm=clip, overlap="backward" if clip is None else "forward")
     inputs = torch.randn(num_tokens // LENGTH, LENGTH, width, dtype=torch.bfloat16)
     seconds = []
-    for _ in range(steps + 1):
+    for _ in range(4):
         settle(device)
         start = time.perf_counter()
         model(inputs).float().square().mean().backward()
         optimizer.step()
         settle(device)
         seconds.append(time.perf_counter() - start)
-    if device.type == "cuda":
-        peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    median = statistics.median(seconds[1:])
     num_parameters = sum(parameter.numel() for parameter in plain.parameters())
     planned = OffloadedModel(
         num_parameters, layers, num_tokens, num_microbatches=microbatches, num_layers=layers, width=width
     )
     update = Update.OVERLAPPED if clip is None else Update.JUST_IN_TIME
     return {
-        "seconds": sorted(seconds[1:])[len(seconds[1:]) // 2],
-        "predicted_seconds": step_time(planned, machine, update).total_seconds,
-        "useful_flops_per_second": 6 * num_parameters * num_tokens / sorted(seconds[1:])[len(seconds[1:]) // 2],
-        "peak_bytes": None,
+        "seconds": median,
+        "predicted_seconds": step_time(planned, Machine(), update).total_seconds,
+        "useful_flops_per_second": 6 * num_parameters * num_tokens / median,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "predicted_peak_bytes": device_peak_bytes(planned) + WORKSPACE_BYTES,
-        "reserved_bytes": None,
-        **peaks,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
     }
 
 

@@ -45,7 +45,7 @@ class _Journal:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take part, in the process that hears of all tests."""
+    """Write the journal in the one process that is told of all tests: no worker."""
     path = os.environ.get(JOURNAL)
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Journal(Path(path)))

@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.on_gpu.parts import JOURNAL, PARTS, ROOT, Part, over_nccl
-from benchmarks.on_gpu.record import Outcome, Record, ended_part, tests_in
+from benchmarks.on_gpu.record import Outcome, Record, tests_in
 
 _TOGETHER: Final = 4
-"""So many parts run at once that share the GPU; each starts two ranks at a time."""
+"""How many parts that share the GPU run at once; each starts two ranks at a time."""
 _DRY_FACTOR: Final = 4
 """Limits are those of a machine with a GPU; one without is slower."""
 _WORTH_SECONDS: Final = 20.0
 """Less time is not enough to start a part."""
 _GRACE_SECONDS: Final = 3.0
+_MOST_OUTPUT: Final = 24 << 10
+"""How many characters are kept of what a part printed."""
+_NO_TESTS: Final = 5
+"""Pytest's status where all of a file's tests are left out by its `-m`."""
 _MARK: Final = "GPU_PART"
 """A variable that a part's processes inherit, by which they are found wherever they have gone."""
 _NEEDED: Final = [
@@ -194,7 +198,10 @@ class _Queue:
         status, seconds = running.end(), running.seconds
         why = f"killed after {seconds:.0f} s" if late else f"its process ended with status {status}"
         tests, output = tests_in(running.journal, ended=why), running.output.read_text("utf-8", "replace")
-        outcome = ended_part(part.name, part.title, tests, status=status, seconds=seconds, late=late, output=output)
+        is_good = status == 0 or (status == _NO_TESTS and not tests)
+        state = "over its limit" if late else "passed" if is_good else "failed"
+        shown = "" if tests and is_good else output[-_MOST_OUTPUT:]
+        outcome = Outcome(part.name, part.title, state, seconds, status, tests, shown)
         self.record.outcomes[part.name] = outcome
         self.record.write(self.folder)
         print(f"{outcome.state:6} {part.name} ({seconds:.0f} s)", flush=True)

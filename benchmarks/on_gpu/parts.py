@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -142,4 +142,4 @@ def over_nccl(library: str) -> Part:
     """
     part = _tests("nccl", "two ranks on the GPU over NCCL", 200, ["tests/device/test_pipeline.py"], alone=True)
     nccl = {"LD_PRELOAD": library, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-    return Part(part.name, part.title, part.seconds, part.command, part.dry, environment={**nccl, NCCL: "1"})
+    return replace(part, environment={**nccl, NCCL: "1"})

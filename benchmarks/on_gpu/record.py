@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-_MOST_OUTPUT: Final = 24 << 10
 _ON_A_PAGE: Final = 30
 BAD: Final = ("failed", "error")
 
@@ -24,7 +23,7 @@ class Test:
     text: str = ""
     """The end of its traceback, or why it was skipped."""
     measured: Mapping[str, Any] = field(default_factory=dict)
-    """What it measured; `profile...` are pages."""
+    """What it measured."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Record:
                 {"facts": self.facts, "outcomes": [asdict(each) for each in outcomes]}, indent=1
             ),
             "summary.md": _summary(self.facts, outcomes),
-            "tables.md": "\n\n".join([*_tables(outcomes), *_profiles(outcomes)]),
+            "tables.md": "\n\n".join(_tables(outcomes)),
             "failures.txt": "\n\n".join(_failures(outcomes)) or "Nothing has failed.",
         }
         for name, text in pages.items():
@@ -105,21 +104,6 @@ def tests_in(journal: Path, *, ended: str) -> tuple[Test, ...]:
     )
 
 
-def ended_part(
-    name: str, title: str, tests: tuple[Test, ...], *, status: int, seconds: float, late: bool, output: str
-) -> Outcome:
-    """Return how a part that ran has ended."""
-    is_good = status == 0 or (status == _NO_TESTS and not tests)
-    state = "over its limit" if late else "passed" if is_good else "failed"
-    return Outcome(
-        name, title, state, seconds, status, tests, output[-_MOST_OUTPUT:] if not (tests and is_good) else ""
-    )
-
-
-_NO_TESTS: Final = 5
-"""Pytest's status where all of a file's tests are left out by its `-m`."""
-
-
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +122,7 @@ def _summary(facts: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
     }
     for title, content in sections.items():
         lines += [f"## {title}", "", *content, ""] if content else []
-    lines += ["Tables and profiles: tables.md. Everything else: failures.txt, results.json.", ""]
+    lines += ["Tables: tables.md. Everything else: failures.txt, results.json.", ""]
     return "\n".join([*lines, facts["versions"], "", "```", facts["nvidia-smi"], "```"])
 
 
@@ -154,12 +138,11 @@ def _counts(tests: Iterable[Test]) -> Counter[str]:
 
 def _measured(outcomes: Iterable[Outcome]) -> Iterator[str]:
     for test in (test for outcome in outcomes for test in outcome.tests):
-        numbers = {name: value for name, value in test.measured.items() if not name.startswith("profile")}
-        if numbers:
+        if test.measured:
             short = test.name.rpartition("/")[2]
             yield f"- `{short}`: " + ", ".join(
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in numbers.items()
+                for name, value in test.measured.items()
             )
 
 
@@ -168,13 +151,6 @@ def _tables(outcomes: Iterable[Outcome]) -> Iterator[str]:
         if not outcome.tests:
             yield f"# {outcome.name}: {outcome.title}\n\n{outcome.output.strip()}"
     yield "# Measured by tests\n\n" + "\n".join(_measured(outcomes))
-
-
-def _profiles(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    for test in (test for outcome in outcomes for test in outcome.tests):
-        for name, text in test.measured.items():
-            if name.startswith("profile"):
-                yield f"# {test.name}\n\n{text}"
 
 
 def _failures(outcomes: Iterable[Outcome]) -> Iterator[str]:

@@ -50,8 +50,7 @@ class SleepLayer(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if value.shape[-1] != self.num_floats:
             value = value.new_zeros(1, self.num_floats)
-        result: Tensor = _Sleep.apply(value, self.weight)
-        return result
+        return _Sleep.apply(value, self.weight)
 
 
 class SleepOnWay(torch.autograd.Function):
@@ -146,8 +145,7 @@ class Embedding(nn.Module):
         self.places = nn.Embedding(size.context, size.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        result: Tensor = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        return result
+        return self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -165,8 +163,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.project(self._attend(self.attention(self.before_attention(x))))
-        result: Tensor = x + self.shrink(functional.gelu(self.grow(self.before_mlp(x))))
-        return result
+        return x + self.shrink(functional.gelu(self.grow(self.before_mlp(x))))
 
     def _attend(self, mixed: Tensor) -> Tensor:
         batch, context, width = mixed.shape[0], mixed.shape[1], mixed.shape[2] // 3
@@ -182,8 +179,7 @@ class Head(nn.Module):
         self.logits = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.logits(self.norm(x))
-        return result
+        return self.logits(self.norm(x))
 
 
 def gpt(size: GPTSize) -> nn.Sequential:

@@ -114,8 +114,7 @@ def measure(task: str, who: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         command, cwd=folder, env=environ, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300
     )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def median(measured: list[dict[str, Any]], key: str) -> float:

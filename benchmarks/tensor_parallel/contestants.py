@@ -38,8 +38,7 @@ class Attention(nn.Module):
         linears = (self.query, self.key, self.value)
         query, key, value = (linear(x).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2) for linear in linears)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        made: torch.Tensor = self.dense(mixed.transpose(1, 2).flatten(2))
-        return made
+        return self.dense(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -54,8 +53,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.first_norm(x))
-        made: torch.Tensor = x + self.mlp(self.second_norm(x))
-        return made
+        return x + self.mlp(self.second_norm(x))
 
 
 def dtensor_mlp(plain: nn.Module, mesh: DeviceMesh, boundary: Layout) -> nn.Module:

@@ -35,7 +35,7 @@ from smpkit.torch.tensor_parallel.layouts import Layout
 
 LENGTH = 64
 SAMPLES = 4
-"""Of one rank, or of the common batch."""
+"""Samples of each rank, or of the batch that all share."""
 WARM_UPS = 5
 
 

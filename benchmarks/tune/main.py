@@ -32,7 +32,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from benchmarks.common import table
-from benchmarks.pipeline.models import SleepForWeight, SleepOnWay
+from benchmarks.pipeline.models import Block, GPTSize, SleepForWeight, SleepOnWay
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import ModelFacts
@@ -45,7 +45,7 @@ from smpkit.torch.describe import describe
 SAMPLES: Final = 16
 WIDTH, CONTEXT, HEADS, LAYERS, VOCABULARY = 64, 32, 4, 8, 32
 FORWARD_SECONDS: Final = 0.012
-"""Of a block of the GPT, for each sample; backward takes twice as long. Other blocks sleep in proportion."""
+"""How long a block of the GPT sleeps for a sample; twice as long in backward, and other blocks in proportion."""
 WARM_UPS: Final = 3
 
 
@@ -65,28 +65,16 @@ class Slow(nn.Module):
             value = value * SleepForWeight.apply(self.weight, seconds)
         else:
             value = value * self.weight
-        result: Tensor = self.inner(value)
-        return result
+        return self.inner(value)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.norm_2 = Slow(nn.LayerNorm(WIDTH)), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        samples, tokens, _ = value.shape
-        query, key, content = self.qkv(self.norm(value)).view(samples, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, content, is_causal=True)
-        value = value + self.out(attended.transpose(1, 2).reshape(samples, tokens, WIDTH))
-        return value + self.down(functional.gelu(self.up(self.norm_2(value))))
+def slow_block() -> nn.Module:
+    block: Any = Block(GPTSize(width=WIDTH, num_heads=HEADS))
+    block.before_attention = Slow(block.before_attention)
+    return block
 
 
 class Gpt(nn.Module):
@@ -95,7 +83,7 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(slow_block() for _ in range(LAYERS))
         self.head = Slow(nn.Linear(WIDTH, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:

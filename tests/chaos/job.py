@@ -116,9 +116,9 @@ class Training:
 
 def wait_to_be_struck(training: Training) -> None:
     """Tell the runner who this rank is, and train on; but not to the end before it has struck."""
-    told = training.folder / "victim"
-    told.with_suffix(".new").write_text(str(os.getpid()))
-    told.with_suffix(".new").rename(told)
+    file = training.folder / "victim"
+    file.with_suffix(".new").write_text(str(os.getpid()))
+    file.with_suffix(".new").rename(file)
 
     steps = iter(range(STEPS))
 

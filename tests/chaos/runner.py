@@ -41,7 +41,7 @@ CONFIGS: Mapping[str, Config] = {
 }
 _LARGE, _SMALL = [name for name, each in CONFIGS.items() if each.ranks == 4], "pipeline 2"
 _MANY_SECONDS = 150
-"""After which a job hangs: a start on a busy machine, the deadline of a rank, and the end."""
+"""A job that takes longer hangs: it has time to start on a busy machine, for a rank's deadline, and to end."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -226,13 +226,13 @@ class _Job:
             process.wait()
 
     def _strike(self, process: subprocess.Popen[bytes], fault: Fault) -> None:
-        told, deadline = self._folder / "victim", time.monotonic() + _MANY_SECONDS
-        while not told.exists():
+        victim, deadline = self._folder / "victim", time.monotonic() + _MANY_SECONDS
+        while not victim.exists():
             assert time.monotonic() < deadline, "the job never came to the step of the fault"
             assert process.poll() is None, f"the job ended early: {(self._folder / 'said').read_text()}"
             time.sleep(0.005)
         time.sleep(random.Random(f"moment {self._case.seed}").uniform(0, 0.1))
-        chain = [int(told.read_text())]
+        chain = [int(victim.read_text())]
         while chain[-1] != process.pid:
             stat = Path(f"/proc/{chain[-1]}/stat").read_text()
             chain.append(int(stat.rpartition(")")[2].split()[1]))

@@ -29,13 +29,13 @@ def launchers() -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of an undisturbed run of a configuration, made once."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def find(config: str) -> Path:
-        if config not in made:
-            made[config] = tmp_path_factory.mktemp("reference")
-            make_reference(made[config], config)
-        return made[config]
+        if config not in folders:
+            folders[config] = tmp_path_factory.mktemp("reference")
+            make_reference(folders[config], config)
+        return folders[config]
 
     return find
 

@@ -145,12 +145,12 @@ class Drawn:
         pieces = [_IMPORTS, "place = contextlib.nullcontext\n", self._constants(), self._model()]
         return "\n".join([*pieces, self._optimizer(), _REFERENCE])
 
-    def alone(self, script: str = "train.py") -> str:
+    def alone(self) -> str:
         """Say how to run the script without the test."""
         lines = [f"seed {self.seed}: {self}", "in a folder with start.pt, which the reference leaves there:"]
         for job, resume in [(self.first, 0), (self.second, 1)]:
             given = shlex.quote(json.dumps(job.parameters))
-            run = f"torchrun --nproc-per-node {job.ranks} {script} --resume {resume} --report report{resume}.json"
+            run = f"torchrun --nproc-per-node {job.ranks} train.py --resume {resume} --report report{resume}.json"
             lines.append(f"smpkit compat --parameters {given} -- {run}")
         return "".join(f"# {line}\n" for line in lines)
 

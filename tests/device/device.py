@@ -134,11 +134,6 @@ def new_stream() -> Any:
     return _module().Stream()
 
 
-def new_event() -> Any:
-    """Return an event that keeps time."""
-    return _module().Event(enable_timing=True)
-
-
 def current_stream() -> Any:
     """Return the current stream."""
     return _module().current_stream()
@@ -151,8 +146,7 @@ def default_stream() -> Any:
 
 def on_stream(stream: Any) -> AbstractContextManager[object]:
     """Return a context in which a stream is the current one."""
-    context: AbstractContextManager[object] = _module().stream(stream)
-    return context
+    return _module().stream(stream)
 
 
 # --- memory and random numbers ----------------------------------------------------------------------------------------
@@ -185,8 +179,7 @@ def memory_stats() -> dict[str, Any]:
 
 def rng_state() -> torch.Tensor:
     """Return the state of the device's generator."""
-    state: torch.Tensor = _module().get_rng_state()
-    return state
+    return _module().get_rng_state()
 
 
 # --- waits of the host ------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""Run functions on ranks that have simulated devices, whatever device was chosen, and fail where there is a race."""
+"""Run functions on ranks that have simulated devices, whatever device was chosen."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from smpkit.testing import simulated_device
 from tests.chosen_device import VARIABLE
 from tests.ranks import run_ranks
-from tests.simulated import Order, needs_sim, run_in_order
+from tests.simulated import Order, needs_sim
 
 ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1))
 """Policies and seeds; without an edge of tests/sim_mutants.yaml, the first or the last shows it."""
@@ -21,16 +23,29 @@ def run_on_sim(
     *args: Any,
     size: int = 1,
     devices: int = 1,
-    order: Order | None = ("lazy", 0),
     timeout: float = 120,
-    env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Return what `function(*args)` returns on each rank, run under one order and without races; None: under none."""
+    """Return what `function(*args)` returns on each rank; it chooses the order of the device, and looks for races."""
     needs_sim()
-    own = {VARIABLE: "cpu", **(env or {})}  # or they would have the chosen device already
-    if order is None:
-        return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
-    return run_ranks(run_in_order, size, order, devices, function, args, timeout=timeout, env=own)
+    own = {VARIABLE: "cpu"}  # or they would have the chosen device already
+    return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=own)
+
+
+def on_sim(*, size: int = 1, devices: int = 1) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Let ranks with simulated devices call a test."""
+
+    def decorate(test: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(test)
+        def started() -> None:
+            run_on_sim(_call, test.__module__, test.__name__, size=size, devices=devices)
+
+        return started
+
+    return decorate
+
+
+def _call(module: str, name: str) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__()
 
 
 def _loaded(devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -15,9 +15,10 @@ from smpkit import OffloadModel, OffloadOptimizer, offload_activations
 from tests.device.device import current_stream, default_stream, gpu, new_stream, on_stream, sleep, synchronize
 from tests.device.models import Checkpointed, layers
 from tests.device.ranks import run_on_gpu
+from tests.torch.steps import train_step
 
 _CYCLES = 400_000_000
-"""Of the GPU's clock: a fifth of a second."""
+"""A fifth of a second on the GPU's clock."""
 _WIDTH = 256
 
 
@@ -26,13 +27,6 @@ LAYERS = partial(layers, _WIDTH, 8, nn.Tanh)
 
 def batch(step: int) -> Tensor:
     return torch.randn(16, _WIDTH, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
-
-
-@smp.step
-def train_step(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
 
 
 # --- a default device -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import smpkit.torch as smp
 from tests.device.ranks import run_on_gpu
+from tests.models import plainly
 
 _WIDTH, _LENGTH, _HEADS = 128, 64, 2
 _KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
@@ -43,10 +44,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = self.call(layer, x)
         return x
-
-
-def plainly(module: nn.Module, x: Tensor) -> Any:
-    return module(x)
 
 
 def checkpointed(module: nn.Module, x: Tensor) -> Any:

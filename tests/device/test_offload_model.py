@@ -13,7 +13,6 @@ from smpkit import OffloadModel, OffloadOptimizer
 from tests.device.device import gpu, scaled
 
 _WIDTH, _LAYERS, _BATCH = scaled(1024), 12, scaled(64)
-_SLICE_BYTES = 4 * _WIDTH * _WIDTH
 
 
 def make_model(width: int = _WIDTH) -> nn.Sequential:

@@ -30,9 +30,9 @@ Note = Callable[[str, Any], None]
 def model() -> Decoder:
     torch.manual_seed(0)
     with gpu():
-        made = Decoder(_WIDTH, 32, _LAYERS).to(torch.bfloat16)
-    made.is_checkpointed = True
-    return made
+        decoder = Decoder(_WIDTH, 32, _LAYERS).to(torch.bfloat16)
+    decoder.is_checkpointed = True
+    return decoder
 
 
 @pytest.fixture(scope="module")

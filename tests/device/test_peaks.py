@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+import smpkit.torch as smp
 from benchmarks.activation_offload.blocks import Decoder, train_step
 from smpkit import OffloadModel, OffloadOptimizer, offload_activations
 from tests.device.device import (
@@ -25,6 +26,7 @@ from tests.device.device import (
     synchronize,
 )
 from tests.device.ranks import run_on_gpu
+from tests.torch import steps
 
 _WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(4096), 12
 _BOUNDARY = 2 * _WIDTH * _TOKENS
@@ -162,8 +164,6 @@ def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property
 @in_device_time()
 def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Return what is reserved, and the peak of what is allocated, after each step of a pipeline."""
-    import smpkit.torch as smp
-
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 8, "ddp": True, **options})
     torch.manual_seed(0)
     model = smp.DistributedModel(
@@ -171,18 +171,12 @@ def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     )
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    @smp.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
     reserved, peaks = [], []
     x = torch.randn(_WIDTH, _WIDTH, device=gpu())
     for _ in range(_STEPS):
         reset_peak()
         optimizer.zero_grad()
-        train(model, x)
+        steps.train_step(model, x)
         optimizer.step()
         reserved.append(reserved_bytes())
         peaks.append(peak_bytes())

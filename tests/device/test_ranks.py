@@ -18,34 +18,32 @@ from tests.device.device import IS_SIMULATED
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
+"""For a rank to end. Their waits have 600: who needs that has not been told."""
 
 
 def run(script: str, tmp_path: Path, size: int = 1, **variables: str) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script on some ranks, and return how each of them ended."""
+    """Run a script on some ranks, and return how each of them ended; raise TimeoutExpired if one does not."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place |= {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **variables}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    outputs = [(tmp_path / f"{rank}.out", tmp_path / f"{rank}.err") for rank in range(size)]
+    ranks = []
+    for rank, (out, err) in enumerate(outputs):
+        with out.open("w") as stdout, err.open("w") as stderr:
+            own = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen([sys.executable, str(path)], env=own, stdout=stdout, stderr=stderr))
     try:
-        return [
-            subprocess.CompletedProcess(rank.args, rank.returncode, *told)
-            for rank, told in [(rank, rank.communicate(timeout=SECONDS)) for rank in ranks]
-        ]
+        codes = [process.wait(SECONDS) for process in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, code, out.read_text(), err.read_text())
+        for process, code, (out, err) in zip(ranks, codes, outputs, strict=True)
+    ]
 
 
 INIT = """

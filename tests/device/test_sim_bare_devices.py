@@ -19,7 +19,7 @@ from smpkit.testing import simulated_device
 from smpkit.torch.core import devices
 from smpkit.torch.offload import link as link_module
 from smpkit.torch.offload.link import link_for
-from tests.device.on_sim import ORDERS, naming, run_on_sim
+from tests.device.on_sim import ORDERS, naming, on_sim
 from tests.device.scenarios import run_scenario
 from tests.device.scenarios.activations import loss_of, make, train_step
 
@@ -138,11 +138,8 @@ CHECKS: list[Callable[[], None]] = [
 ]
 
 
-def run_all() -> None:
+@on_sim()
+def test_what_a_device_lacks_is_replaced_or_refused() -> None:
     for check in CHECKS:
         with naming(check.__name__), simulated_device.no_races("random", 1):
             check()
-
-
-def test_what_a_device_lacks_is_replaced_or_refused() -> None:
-    run_on_sim(run_all, order=None)

@@ -12,6 +12,8 @@ from smpkit.testing.ranks import RankFailed
 from tests.device.hangs import HangWatch, join
 from tests.ranks import run_ranks
 
+_LATE_SECONDS = 2.0
+
 
 def wait_for_each_other(folder: str) -> None:
     smp.init({})
@@ -41,11 +43,11 @@ def test_a_rank_that_asks_without_end_hangs() -> None:
     assert watched.found.startswith("they have computed for ")
 
 
-def be_starved(folder: str, seconds: float) -> None:
+def be_starved(folder: str) -> None:
     """Compute a little on rank 1, on the only processor, which rank 0 keeps busy and need not give away."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if os.environ["RANK"] == "0":
-        end = time.monotonic() + seconds
+        end = time.monotonic() + _LATE_SECONDS
         while time.monotonic() < end:
             pass
         return
@@ -57,18 +59,18 @@ def be_starved(folder: str, seconds: float) -> None:
 
 def test_a_rank_that_gets_no_processor_does_not() -> None:
     with HangWatch(1, idle_seconds=0.6) as watched:
-        run_ranks(be_starved, 2, watched.folder, 2.0)
+        run_ranks(be_starved, 2, watched.folder)
     assert not watched.found
 
 
-def come_late(folder: str, seconds: float) -> None:
+def come_late(folder: str) -> None:
     if os.environ["RANK"] == "1":
-        time.sleep(seconds)
+        time.sleep(_LATE_SECONDS)
     join(folder)
     smp.init({})
 
 
 def test_ranks_that_wait_for_one_that_has_not_come_yet_do_not() -> None:
     with HangWatch(2, idle_seconds=0.6) as watched:
-        run_ranks(come_late, 2, watched.folder, 2.0)
+        run_ranks(come_late, 2, watched.folder)
     assert not watched.found

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from smpkit.testing import simulated_device
-from tests.device.on_sim import naming, run_on_sim
+from tests.device.on_sim import naming, on_sim
 
 
 def arithmetic() -> None:
@@ -239,12 +239,9 @@ CHECKS = [
 ]  # fmt: skip
 
 
-def run_all() -> None:
+@on_sim()
+def test_operators_give_what_those_of_the_cpu_give() -> None:
     for policy in simulated_device.POLICIES:
         for check in CHECKS:
             with naming(f"{check.__name__} under {policy}"), simulated_device.no_races(policy, 1):
                 check()
-
-
-def test_operators_give_what_those_of_the_cpu_give() -> None:
-    run_on_sim(run_all, order=None)

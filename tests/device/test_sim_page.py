@@ -64,7 +64,7 @@ def _unnumbered(text: str) -> str:
 
 
 def test_both_races_are_found_and_mended() -> None:
-    ((first, second, mended),) = run_on_sim(races, order=None)
+    ((first, second, mended),) = run_on_sim(races)
     assert [_unnumbered(text) for text in (first, second)] == [_unnumbered(text.rstrip()) for text in blocks("")[:2]]
     assert mended == ""
 
@@ -76,7 +76,7 @@ def times() -> str:
 
 
 def test_times_are_those_of_the_page() -> None:
-    assert run_on_sim(times, order=None) == [blocks("")[3]]
+    assert run_on_sim(times) == [blocks("")[3]]
 
 
 def test_the_deadlock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

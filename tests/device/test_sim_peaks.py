@@ -10,7 +10,7 @@ from benchmarks.activation_offload.simulated import BOUNDARY, WORKING, Stage, me
 from benchmarks.offload_model.simulated import Cell
 from benchmarks.offload_model.simulated import measure as measure_model
 from smpkit.plan.schedule.templates import one_f_one_b
-from tests.device.on_sim import run_on_sim
+from tests.device.on_sim import on_sim
 
 _LAYERS = 4
 _FORWARD = 0.02
@@ -23,7 +23,8 @@ def _stage(copy: float, *, is_pipelined: bool) -> Stage:
     return Stage("", actions, _LAYERS, _FORWARD, copy * _FORWARD, is_pipelined)
 
 
-def activations_as_planned() -> None:
+@on_sim()
+def test_activation_offload_is_as_planned() -> None:
     for is_pipelined, copy, lead in product((False, True), (_H200, 1.5, 3.0), (1, 2)):
         stage = _stage(copy, is_pipelined=is_pipelined)
         horizon = 4 if is_pipelined else None
@@ -42,11 +43,8 @@ def activations_as_planned() -> None:
             assert plan.stall_seconds > 0, where
 
 
-def test_activation_offload_is_as_planned() -> None:
-    run_on_sim(activations_as_planned, order=None)
-
-
-def model_as_planned() -> None:
+@on_sim()
+def test_an_offloaded_model_is_as_planned() -> None:
     for num_rows, num_microbatches, load in (
         (32, 1, 0.262),  # 32k tokens on an H200: `430e12 / (32768 * 50e9)`
         (8, 1, 1.05),  # 8k: the forward waits for weights
@@ -69,7 +67,3 @@ def model_as_planned() -> None:
             assert exposed == pytest.approx(2 * cell.load_seconds, rel=1e-6), where
         else:
             assert exposed > 2 * cell.load_seconds, where
-
-
-def test_an_offloaded_model_is_as_planned() -> None:
-    run_on_sim(model_as_planned, order=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smpkit.testing import simulated_device
-from tests.device.on_sim import ORDERS, naming, run_on_sim
+from tests.device.on_sim import ORDERS, naming, on_sim, run_on_sim
 
 
 def begin(seconds: float = 60) -> tuple[int, int]:
@@ -88,7 +89,7 @@ def compare() -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_collectives_give_what_gloo_gives(size: int) -> None:
-    run_on_sim(compare, size=size, order=None)
+    run_on_sim(compare, size=size)
 
 
 def overlapped(wait: bool) -> list[str]:
@@ -108,15 +109,11 @@ def overlapped(wait: bool) -> list[str]:
     return [f"{race.second.operator}, {race.first.operator}" for race in simulated_device.races()]
 
 
-def overlapped_both_ways() -> tuple[list[str], list[str]]:
-    begin()
-    return overlapped(wait=True), overlapped(wait=False)
-
-
+@on_sim(size=2)
 def test_a_collective_not_waited_for_is_a_race() -> None:
-    for waited, unwaited in run_on_sim(overlapped_both_ways, size=2, order=None):
-        assert waited == []
-        assert "aten::mul, all_reduce" in unwaited
+    begin()
+    assert overlapped(wait=True) == []
+    assert "aten::mul, all_reduce" in overlapped(wait=False)
 
 
 def queries() -> list[bool]:
@@ -138,7 +135,7 @@ def queries() -> list[bool]:
 
 
 def test_answers_to_queries_repeat() -> None:
-    first, second = (run_on_sim(queries, size=2, order=None) for _ in range(2))
+    first, second = (run_on_sim(queries, size=2) for _ in range(2))
     assert first == second
     assert False in first[0]
 
@@ -158,17 +155,16 @@ def crossed(one_at_a_time: bool) -> str:
 
 
 def test_communicators_in_another_order_on_each_rank_need_both_at_once() -> None:
-    assert run_on_sim(crossed, False, size=2, order=None) == ["[2.0, 2.0, 2.0, 2.0]"] * 2
-    found = run_on_sim(crossed, True, size=2, order=None)
+    assert run_on_sim(crossed, False, size=2) == ["[2.0, 2.0, 2.0, 2.0]"] * 2
+    found = run_on_sim(crossed, True, size=2)
     assert any("one communicator at a time" in text for text in found) or all("failed" in text for text in found)
 
 
-def aborted() -> float:
-    import time
-
+@on_sim(size=2)
+def test_abort_ends_what_waits() -> None:
     rank, _ = begin()
     if rank:
-        return 0
+        return
     dist.all_reduce(torch.ones(4, device="sim"), async_op=True)
     group = dist.group.WORLD
     assert group is not None
@@ -179,11 +175,7 @@ def aborted() -> float:
         torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match="was aborted"):
         dist.all_reduce(torch.ones(4, device="sim"))
-    return time.monotonic() - start
-
-
-def test_abort_ends_what_waits() -> None:
-    assert run_on_sim(aborted, size=2, order=None)[0] < 10
+    assert time.monotonic() - start < 10
 
 
 def made() -> nn.Sequential:
@@ -236,6 +228,6 @@ def test_torch_s_own_data_parallelism_runs_without_races() -> None:
             (model(torch.randn(4, 8)).square().mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for trainings in run_on_sim(train_all, size=2, order=None):
+    for trainings in run_on_sim(train_all, size=2):
         for found in trainings:
             torch.testing.assert_close(found, [each.detach() for each in model.parameters()])

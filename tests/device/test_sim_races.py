@@ -11,7 +11,7 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Race, RaceFound
-from tests.device.on_sim import ORDERS, naming, run_on_sim
+from tests.device.on_sim import ORDERS, naming, on_sim, run_on_sim
 
 
 def races_of(check: Callable[[bool], None], policy: str, ordered: bool) -> list[Race]:
@@ -105,7 +105,7 @@ def find_all() -> dict[tuple[str, str], tuple[list[Race], list[Race]]]:
 
 
 def test_every_missing_wait_is_found_and_no_other() -> None:
-    ((found),) = run_on_sim(find_all, order=None)
+    ((found),) = run_on_sim(find_all)
     lines = {check.__name__: check.__code__.co_firstlineno for check in CHECKS}
     for (name, policy), (ordered, unordered) in found.items():
         assert ordered == [], (name, policy)
@@ -124,27 +124,21 @@ def find_in_backward() -> list[Race]:
     return races_of(written_in_backward, "lazy", False)
 
 
-def interleaved_in_orders() -> None:
+@on_sim()
+def test_columns_of_one_matrix_do_not_race() -> None:
     for policy in ("lazy", "copies"):
         with simulated_device.no_races(policy):
-            interleaved()
+            matrix, side = torch.zeros(16, 8, device="sim"), side_stream()
+            with side:
+                matrix[:, ::2].add_(1)
+            matrix[:, 1::2].add_(2)
+            matrix.view(-1)[4 * 8 + 1 : 4 * 8 + 2].add_(3)
+            torch.accelerator.current_stream().wait_stream(side)
+            assert matrix.sum().item() == 16 * 4 * 3 + 3
 
 
-def interleaved() -> None:
-    matrix, side = torch.zeros(16, 8, device="sim"), side_stream()
-    with side:
-        matrix[:, ::2].add_(1)
-    matrix[:, 1::2].add_(2)
-    matrix.view(-1)[4 * 8 + 1 : 4 * 8 + 2].add_(3)
-    torch.accelerator.current_stream().wait_stream(side)
-    assert matrix.sum().item() == 16 * 4 * 3 + 3
-
-
-def test_columns_of_one_matrix_do_not_race() -> None:
-    run_on_sim(interleaved_in_orders, order=None)
-
-
-def overlapping() -> None:
+@on_sim()
+def test_a_race_raises_after_the_block() -> None:
     matrix, side = torch.zeros(16, 8, device="sim"), side_stream()
     with side:
         matrix[:, ::2].add_(1)
@@ -153,7 +147,8 @@ def overlapping() -> None:
         matrix[3, 2:4].add_(2)
 
 
-def raised_at_once() -> None:
+@on_sim()
+def test_a_race_raises_at_once_if_strict() -> None:
     simulated_device.configure(strict=True)
     a, side = torch.zeros(16, device="sim"), side_stream()
     with side:
@@ -164,26 +159,24 @@ def raised_at_once() -> None:
     simulated_device.races()
 
 
-def several_devices_in_orders() -> None:
+@on_sim(devices=2)
+def test_devices_are_ordered_by_copies_between_them() -> None:
     for order in ORDERS:
         with naming(str(order)), simulated_device.no_races(*order):
-            several_devices()
+            a = torch.arange(1000.0, device="sim:0")
+            b = a.to("sim:1", non_blocking=True) * 2
+            a.fill_(0)
+            with torch.accelerator.device_index(1):
+                c = torch.ones(1000, device="sim") + b
+            assert c.device.index == 1
+            assert c.sum().item() == 1000 * 999 + 1000
+            with pytest.raises(RuntimeError, match="same device"):
+                a + b
+            assert torch.accelerator.memory_allocated(1) > 0
 
 
-def several_devices() -> None:
-    a = torch.arange(1000.0, device="sim:0")
-    b = a.to("sim:1", non_blocking=True) * 2
-    a.fill_(0)
-    with torch.accelerator.device_index(1):
-        c = torch.ones(1000, device="sim") + b
-    assert c.device.index == 1
-    assert c.sum().item() == 1000 * 999 + 1000
-    with pytest.raises(RuntimeError, match="same device"):
-        a + b
-    assert torch.accelerator.memory_allocated(1) > 0
-
-
-def times() -> None:
+@on_sim()
+def test_virtual_time_is_exact() -> None:
     speeds = simulated_device.Speeds(out=1e9, back=2e9, latency=0.0, launch=0.0)
     simulated_device.set_speeds(speeds)
     simulated_device.configure(traced=True)
@@ -216,35 +209,16 @@ def times() -> None:
     simulated_device.configure()
 
 
-def test_a_race_raises_after_the_block() -> None:
-    run_on_sim(overlapping, order=None)
-
-
-def test_a_race_raises_at_once_if_strict() -> None:
-    run_on_sim(raised_at_once, order=None)
-
-
 def test_a_race_with_a_backward_pass_names_the_forward_pass() -> None:
-    (found,) = run_on_sim(find_in_backward, order=None)
+    (found,) = run_on_sim(find_in_backward)
     (race,) = [race for race in found if race.second.operator == "aten::mul"]
     assert any("MulBackward0, of the forward pass" in line for line in race.second.lines)
     assert any(line.endswith(":written_in_backward") for line in race.second.lines)
 
 
-def test_devices_are_ordered_by_copies_between_them() -> None:
-    run_on_sim(several_devices_in_orders, devices=2, order=None)
-
-
-def test_virtual_time_is_exact() -> None:
-    run_on_sim(times, order=None)
-
-
-def wrong_use() -> None:
+@on_sim()
+def test_wrong_use_is_an_error() -> None:
     with pytest.raises(UsageError, match="policies are eager, lazy, compute, copies, random, timed"):
         simulated_device.set_policy("slow")
     with pytest.raises(UsageError, match="was loaded with devices=1, and cannot have 2"):
         simulated_device.load(2)
-
-
-def test_wrong_use_is_an_error() -> None:
-    run_on_sim(wrong_use, order=None)

@@ -33,7 +33,7 @@ def run_all(name: str, orders: tuple[Order, ...]) -> None:
 def run(name: str, orders: tuple[Order, ...]) -> None:
     """Run a scenario on its ranks, under the first order alone if others do not matter."""
     chosen = orders[:1] if name.startswith(IN_ONE_ORDER) else orders
-    run_on_sim(run_all, name, chosen, size=SCENARIOS[name].ranks, order=None, timeout=170)
+    run_on_sim(run_all, name, chosen, size=SCENARIOS[name].ranks, timeout=170)
 
 
 @pytest.mark.parametrize("name", QUICK)

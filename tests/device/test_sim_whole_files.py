@@ -30,7 +30,7 @@ _OF_OTHER_FOLDERS = {
         _BACKGROUND,
     ],
     "sim:random:2": [
-        "tests/transparency/test_pipeline_values.py::test_it_trains_as_in_one_process[experts]",
+        "tests/transparency/test_pipeline_values.py::test_it_trains_as_in_one_process[experts-pp2 traced]",
         "tests/transparency/test_pipeline_schedules.py",
     ],
 }

@@ -24,7 +24,7 @@ from tests.device.models import Checkpointed, gradients_of, layers
 _STEPS = scaled(200)
 _WIDTH, _TOKENS, _LAYERS = scaled(512), scaled(2048), 6
 _MOST_CYCLES = 2_000_000
-"""Of the GPU's clock: a millisecond, longer than a layer or a copy of these sizes."""
+"""A millisecond of the GPU's clock, longer than a layer or a copy of these sizes."""
 
 
 class Late:
@@ -42,16 +42,16 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """Return what makes compute late; the streams that copy are late already."""
-    made = Late(0)
+    sleeper = Late(0)
     for name, stream in (("send", "_out"), ("fetch", "_back")):
         plain = getattr(AcceleratorLink, name)
 
         def slow(self: AcceleratorLink, *args: Any, plain: Any = plain, stream: str = stream) -> Any:
-            made(stream=getattr(self, stream))
+            sleeper(stream=getattr(self, stream))
             return plain(self, *args)
 
         monkeypatch.setattr(AcceleratorLink, name, slow)
-    return made
+    return sleeper
 
 
 @pytest.mark.timeout(150)

@@ -25,8 +25,8 @@ def layers() -> nn.Sequential:
     torch.manual_seed(0)
     grow, shrink = (_WIDTH, 4 * _WIDTH), (4 * _WIDTH, _WIDTH)
     with gpu():
-        made = [nn.Sequential(nn.Linear(*grow), nn.GELU(), nn.Linear(*shrink)) for _ in range(_LAYERS)]
-    return nn.Sequential(*made)
+        blocks = [nn.Sequential(nn.Linear(*grow), nn.GELU(), nn.Linear(*shrink)) for _ in range(_LAYERS)]
+    return nn.Sequential(*blocks)
 
 
 def seconds_of(step: Callable[[], object], warm_up: int = 2, steps: int = 5) -> float:
@@ -80,9 +80,9 @@ def test_throughput_beside_the_plain_model(record_property: Note) -> None:
     assert ours <= 1.5 * compute + update + 3 * num_bytes / 5e9
 
 
-def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int, times: int = 10) -> float:
+def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int) -> float:
     copy_once()
-    return num_bytes / seconds_of(copy_once, 1, times) / 1e9
+    return num_bytes / seconds_of(copy_once, 1, 10) / 1e9
 
 
 @in_device_time()

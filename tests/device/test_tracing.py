@@ -44,8 +44,7 @@ def test_autocast_counts_half_the_bytes() -> None:
 
     def body(x: Tensor) -> Tensor:
         with torch.autocast(gpu().type, dtype=torch.bfloat16):
-            loss: Tensor = model(x)
-            return loss
+            return model(x)
 
     half, full = costs_of(model, tokens().to(gpu()), body), costs_of(Language(), tokens())
     assert half[1].flops == full[1].flops
@@ -72,8 +71,8 @@ def placed(kind: str, half: bool, options: dict[str, Any]) -> tuple[str, str, li
         train_step(model, tokens())
     assert model.pipeline is not None
     assert model.pipeline.assignment is not None
-    said = [each for each in records if "traced" in each or "tracing" in each]
-    return model.pipeline.assignment.to_json(), state.device.type, said
+    warnings = [each for each in records if "traced" in each or "tracing" in each]
+    return model.pipeline.assignment.to_json(), state.device.type, warnings
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,8 @@ def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str, options: dict
 
 
 def test_the_tracing_pass_works_under_autocast() -> None:
-    for _, _, said in run_on_gpu(placed, "Language", True, {}):
-        assert said == []
+    for _, _, warnings in run_on_gpu(placed, "Language", True, {}):
+        assert warnings == []
 
 
 # --- times-----------------------------------------------------------------------------------------------------------
@@ -119,8 +118,8 @@ class Sleeper(nn.Module):
         self.linear, self.cycles = nn.Linear(8, 8), cycles
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = _Sleep.apply(self.linear(x), self.cycles)
-        return made.square().mean()
+        value: Tensor = _Sleep.apply(self.linear(x), self.cycles)
+        return value.square().mean()
 
 
 def cycles_of(seconds: float) -> int:

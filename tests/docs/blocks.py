@@ -44,7 +44,7 @@ class Block:
 
     page: Path
     line: int
-    """Of the first line of code, from 1."""
+    """The number of its first line of code, from 1."""
     language: str
     text: str
     options: frozenset[str] = frozenset()

@@ -51,5 +51,5 @@ def test_a_plan_that_an_example_shows_is_the_one_that_is_made(
     monkeypatch.setenv("COLUMNS", "120")
     result = CliRunner().invoke(cli, shlex.split(command.replace("\\\n", " ")))
     assert result.exit_code == 0, result.output
-    said = [line.split() for line in result.output.splitlines()]
-    assert [line for line in answer.splitlines() if line.split() not in said] == []
+    lines = [line.split() for line in result.output.splitlines()]
+    assert [line for line in answer.splitlines() if line.split() not in lines] == []

@@ -32,8 +32,8 @@ def rotate(x: torch.Tensor, dim: int) -> torch.Tensor:
     angles = torch.arange(length).float()[:, None] * (1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim)))
     turn = torch.complex(angles.cos().double(), angles.sin().double())
     pairs = x[..., :dim].unflatten(-1, (-1, 2)).contiguous()
-    made = torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
-    return torch.cat([made, x[..., dim:]], -1)
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
+    return torch.cat([turned, x[..., dim:]], -1)
 
 
 def attend(

@@ -66,8 +66,7 @@ def recompute_on_rank_0(strategy: str, model: Any) -> None:
 
 @smp.step
 def evaluate(model: Any, x: Tensor) -> Tensor:
-    output: Tensor = model(x)
-    return output
+    return model(x)
 
 
 def choose(

@@ -17,17 +17,15 @@ from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_seq
 import smpkit.torch as smp
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch import checkpoint, checkpoint_sequential
-from tests.models import MODELS, WIDTH, Case, block, mse_step, vectors
+from tests.models import MODELS, WIDTH, Case, block, by_torch, mse_step, plainly, vectors
 from tests.models_of_others import TRANSFORMERS
+from tests.pairwise import slow
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Trace, Way, batch, check_same, reference, same, trace_of, train, train_plainly, training
 
 Call = Callable[..., Any]
 WAY = Way(pipeline=2, batches=(8, 8))
-
-
-def plainly(module: nn.Module, *args: Any) -> Any:
-    return module(*args)
 
 
 class Calls(nn.Module):
@@ -51,8 +49,7 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Counted.calls += 1
-        result: Tensor = self.last(torch.tanh(self.first(x)))
-        return result
+        return self.last(torch.tanh(self.first(x)))
 
 
 # --- calls of layers --------------------------------------------------------------------------------------------------
@@ -80,8 +77,7 @@ class Chain(Layers):
         self.layers = nn.Sequential(first, second, nn.ReLU(), third, nn.Flatten(), fourth)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.call(self.layers, x)
-        return result
+        return self.call(self.layers, x)
 
 
 class Halves(Calls):
@@ -92,25 +88,19 @@ class Halves(Calls):
         self.body, self.tail = Layers(), nn.Sequential(block(), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.call(self.tail, self.call(self.body, x))
-        return result
+        return self.call(self.tail, self.call(self.body, x))
 
 
 class Around(Layers):
     """Calls code around layers of several ranks, one of them twice, that computes between them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.call(self._inside, 1 * x)
-        return result
+        return self.call(self._inside, 1 * x)
 
     def _inside(self, x: Tensor) -> Tensor:
         for layer in (self.layers[2], *self.layers):
             x = x + layer(torch.dropout(2 * x, 0.0, True))
         return x.sin()
-
-
-def by_torch(module: Any, x: Tensor) -> Any:
-    return torch_checkpoint(module, x, use_reentrant=False)
 
 
 def reentrant(module: Any, x: Tensor) -> Any:
@@ -156,9 +146,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "call", "placement"), [*ROWS, *[pytest.param(*row, marks=pytest.mark.slow) for row in MORE]]
-)
+@pytest.mark.parametrize(("model", "call", "placement"), [*ROWS, *slow(MORE)])
 def test_checkpointed_calls_train_as_plain_ones(model: str, call: str, placement: int | None) -> None:
     same(CASES[model], replace(WAY, placement=placement, prepare=partial(call_through, CALLS[call])))
 
@@ -282,12 +270,13 @@ def test_a_module_that_was_placed_on_several_ranks_is_an_error(how: str) -> None
         run_ranks(warnings_of, 2, how, 3)
 
 
-# --- settings that change, and failure --------------------------------------------------------------------------------
+# --- settings that change ---------------------------------------------------------------------------------------------
 
 
-def set_between_steps() -> tuple[list[list[float]], list[list[int]]]:
-    """Return losses, and how often this rank called layers: never checkpointed, and set anew before each step."""
-    case, losses, calls = CASES["a chain"], [], []
+@on_ranks(2)
+def test_settings_can_change_between_steps() -> None:
+    """Compare losses, and how often this rank called layers: never checkpointed, and set anew before each step."""
+    case, losses, calls = CASES["a chain"], list[float](), list[int]()
     for strategies in ((None, None, None), (None, "each", "contiguous")):
         with training(case, WAY) as trained:
             for number, strategy in enumerate(strategies):
@@ -298,29 +287,5 @@ def set_between_steps() -> tuple[list[list[float]], list[list[int]]]:
                 Counted.calls = 0
                 losses.append(trained.step(*batch(case, number, 8)).reduce_mean().item())
                 calls.append(Counted.calls)
-    return [losses[:3], losses[3:]], [calls[:3], calls[3:]]
-
-
-def test_settings_can_change_between_steps() -> None:
-    for (plain, ours), (once, again) in run_ranks(set_between_steps, 2):
-        assert ours == plain
-        assert again[1:] == [2 * calls for calls in once[1:]]
-
-
-class FailsAgain(Counted):
-    """Runs once per microbatch, and not a second time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if Counted.calls == 4:
-            raise ValueError("not again")
-        return super().forward(x)
-
-
-def failing() -> nn.Module:
-    return nn.Sequential(block(), block(), FailsAgain(), block())
-
-
-def test_an_exception_in_recomputation_ends_all_ranks_at_once() -> None:
-    way = replace(WAY, config={"pipeline": "simple"}, prepare=smp.set_activation_checkpointing)
-    with pytest.raises(RankFailed, match=r"(?s)run_backward\(.*ValueError: not again"):
-        run_ranks(train, 2, Case(failing, vectors, mse_step), way)
+    assert losses[3:] == losses[:3]
+    assert calls[4:] == [2 * each for each in calls[1:3]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from tests.models import TOKENS, WIDTH, Case, block, token_step, tokens
+from tests.models import TOKENS, WIDTH, Case, Stack, block, plainly, token_step, tokens
 from tests.pairwise import pairwise
 from tests.train import TOLERANCE, Way, same
 
@@ -85,16 +85,10 @@ def test_checkpointed_layers_change_no_bit(cell: tuple[Any, ...]) -> None:
 # --- calls of what is larger than a unit, and of what is none ---------------------------------------------------------
 
 
-def plainly(module: nn.Module, *args: Any) -> Any:
-    return module(*args)
-
-
-class Body(nn.Module):
+class Body(Stack):
     """Units, and random operations between them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(block(), nn.Dropout(0.2)) for _ in range(3)])
+    layer = staticmethod(lambda: nn.Sequential(block(), nn.Dropout(0.2)))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -108,15 +102,14 @@ class Between(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
-        self.body, self.draws = Body(), nn.Dropout(0.3)
+        self.body, self.draws = Body(3), nn.Dropout(0.3)
         self.call: Any = plainly
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for _ in range(2):
             x = self.call(self.draws, self.call(self.body, x))
-        scores: Tensor = self.head(functional.dropout(x, 0.1, self.training))
-        return scores
+        return self.head(functional.dropout(x, 0.1, self.training))
 
 
 def checkpoint_calls(model: Any) -> None:

@@ -15,8 +15,8 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 
 def row(name: str, overlap: bool, accumulation: int = 1, **more: Any) -> tuple[str, Way]:
     options = {**SMALL_BUCKETS, "overlapping_allreduce": overlap}
-    given = {"replicas": 2, "microbatches": 4 if more.get("stepwise", True) else 1, "accumulation": accumulation}
-    return name, Way(**{**given, "batches": (8,) * 2 * accumulation, "model": options, "prepare": differ, **more})
+    counts = {"replicas": 2, "microbatches": 4 if more.get("stepwise", True) else 1, "accumulation": accumulation}
+    return name, Way(**{**counts, "batches": (8,) * 2 * accumulation, "model": options, "prepare": differ, **more})
 
 
 BRANCH = "a branch on a value in the model"

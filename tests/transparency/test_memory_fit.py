@@ -20,16 +20,9 @@ from smpkit.plan.tune.chain import Choice
 from smpkit.testing import EmulatedLink
 from smpkit.torch.memory import Fitted
 from tests.models import CASES as MODELS
-from tests.models import DROPOUT, WIDTH, Case, Dropping, DroppingLayer, mse_step, singles
+from tests.models import DROPOUT, WIDTH, Case, Dropping, autocast_step, mse_step, singles
 from tests.ranks import run_ranks
 from tests.train import Way, build, check_same, train_plainly
-
-
-def autocast_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = functional.mse_loss(model(x), y)
-    model.backward(loss)
-    return loss
 
 
 def contrastive_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -49,17 +42,11 @@ def disturbed_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return mse_step(model, x, y)
 
 
-class Shared(nn.Module):
+class Shared(Dropping):
     """Layers that are called several times, as in ALBERT."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DroppingLayer() for _ in range(2)])
-
     def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.layers, *self.layers):
-            x = layer(x)
-        return x
+        return super().forward(super().forward(x))
 
 
 ALIKE = replace(DROPOUT, build=partial(Dropping, 8))
@@ -67,7 +54,7 @@ WAY = Way(microbatches=1, batches=(8,) * 8, optimizer="AdamW")
 GROWING = replace(WAY, batches=(4, 4, 4, 8, 8, 4, 12, 16, 16))
 CASES: dict[str, tuple[Case, Way]] = {
     "alike layers": (ALIKE, WAY),
-    "layers used twice": (replace(DROPOUT, build=Shared), WAY),
+    "layers used twice": (replace(DROPOUT, build=partial(Shared, 2)), WAY),
     "running statistics": (MODELS["BatchNorm"], WAY),
     "accumulated": (ALIKE, replace(WAY, microbatches=2)),
     "autocast": (replace(ALIKE, batch=singles, step=autocast_step, dtype=torch.float32), WAY),

@@ -36,8 +36,35 @@ def make_model() -> nn.Sequential:
     )
 
 
-def norm_clip(parameters: Any) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+def make_dropping_model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 16),
+        nn.BatchNorm1d(16),
+        nn.Dropout(0.3),
+        nn.Linear(16, 16),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(16, momentum=None),
+        nn.Linear(16, 1),
+    )
+
+
+def train(network: Any, optimizer: Any, *, clip: float | None = None, autocast: bool = False) -> list[Tensor]:
+    """Train for five steps, and return losses and gradients of inputs, then the weights and buffers."""
+    found = []
+    torch.manual_seed(1)
+    for _ in range(5):
+        inputs = torch.randn(BATCH, 6).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = network(inputs).float().square().mean()
+        loss.backward()
+        assert inputs.grad is not None
+        found += [loss.detach(), inputs.grad]
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(network.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, torch.rand(1), *network.parameters(), *network.buffers()]
 
 
 AXES: list[list[Any]] = [
@@ -60,37 +87,16 @@ def test_five_steps_equal_the_plain_model(
     plain = make_model()
     model = OffloadModel(copy.deepcopy(plain), CPU, CPU, num_slices, checkpoint, num_microbatches)
     rule, options = OPTIMIZERS[optimizer]
-    expected = rule(plain.parameters(), fused=True, **options)  # type: ignore[call-arg]
-    ours = optimizer == "ours"
-    actual = (
-        OffloadOptimizer(model, rule, max_grad_norm=0.1 if clipping else None, **options)
-        if ours
-        else rule(model.parameters(), fused=True, **options)  # type: ignore[call-arg]
-    )
+    clip = 0.1 if clipping else None
+    expected = train(plain, rule(plain.parameters(), fused=True, **options), clip=clip)  # type: ignore[call-arg]
+    if optimizer == "ours":
+        found = train(model, OffloadOptimizer(model, rule, max_grad_norm=clip, **options))
+    else:
+        found = train(model, rule(model.parameters(), fused=True, **options), clip=clip)  # type: ignore[call-arg]
     # One microbatch runs the same operations in the same order; several add up gradients in another order.
     tolerance = 0.0 if num_microbatches == 1 else 2e-6
-    for _ in range(5):
-        batch = torch.randn(BATCH, 6)
-        one, other = batch.clone().requires_grad_(), batch.clone().requires_grad_()
-        losses = []
-        for network, inputs in ((plain, one), (model, other)):
-            losses.append(network(inputs).square().mean())
-            losses[-1].backward()
-        assert one.grad is not None
-        torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=tolerance)
-        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=tolerance)
-        if not ours:
-            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-                torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=tolerance)
-        if clipping:
-            norm_clip(plain.parameters())
-            if not ours:
-                norm_clip(model.parameters())
-        for each in (expected, actual):
-            each.step()
-            each.zero_grad()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
+    for theirs, ours in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -100,27 +106,10 @@ def test_dropout_and_batchnorm_are_exact_under_a_seed(
     checkpoint: bool, num_slices: int, autocast: bool, place: str
 ) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(
-        nn.Linear(6, 16),
-        nn.BatchNorm1d(16),
-        nn.Dropout(0.3),
-        nn.Linear(16, 16),
-        nn.ReLU(inplace=True),
-        nn.Dropout(0.5),
-        nn.BatchNorm1d(16, momentum=None),
-        nn.Linear(16, 1),
-    )
+    plain = make_dropping_model()
     model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=num_slices, checkpoint_activation=checkpoint)
-    states = []
-    for network in (plain, model):
-        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
-        torch.manual_seed(1)
-        for _ in range(5):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = network(torch.randn(BATCH, 6)).float().square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        states.append([loss, torch.rand(1), *network.parameters(), *network.buffers()])
-    for expected, actual in zip(*states, strict=True):
-        assert torch.equal(expected, actual)
+    expected, found = (
+        train(network, torch.optim.AdamW(network.parameters(), lr=1e-2), autocast=autocast)
+        for network in (plain, model)
+    )
+    assert all(map(torch.equal, found, expected))

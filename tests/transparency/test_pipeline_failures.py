@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import pickle
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.errors import RemoteError, SmpkitError, UsageError
+from smpkit.errors import RemoteError, UsageError
 from smpkit.torch.distributed import deadline
 from tests.deadlines import facts, wait_shortly
 from tests.models import WIDTH, block, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 MANY_SECONDS = 600
 """`timeout_seconds`: whoever waits for that has not noticed."""
@@ -66,34 +61,26 @@ def train_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def told(action: Callable[[], object]) -> tuple[str, float]:
-    """Return the error of `action` and after how long it came, and tell the other ranks, as a script that ends does."""
+    """Return the error of `action`, with its notes, and after how long it came.
+
+    The other ranks are told, as by a script that ends.
+    """
     started = time.monotonic()
     try:
         action()
     except Exception as error:
         seconds = time.monotonic() - started
         deadline.report_failure(error)
-        return f"{type(error).__name__}: {error}", seconds
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), seconds
     return "", time.monotonic() - started
 
 
-def fail(number: int) -> tuple[str, float]:
+def switched() -> Any:
+    """Return a model whose second layer raises from its second step on."""
     model, switch = begin()
     train_step(model, *data())
-
-    def broken() -> None:
-        if smp.pp_rank() == number:
-            raise ValueError("the switch is broken")
-
-    switch.trouble = broken
-    return told(lambda: train_step(model, *data()))
-
-
-def test_a_unit_that_raises_ends_all_ranks_with_its_reason_and_place() -> None:
-    told = run_ranks(fail, 2, 1)
-    assert told[1][0] == "ValueError: the switch is broken"
-    assert "rank 1 failed: ValueError: the switch is broken (forward of microbatch 0, module `1`)" in told[0][0]
-    assert told[0][1] < MANY_SECONDS / 4
+    switch.trouble = lambda: dict[str, int]()["nothing"]
+    return model
 
 
 class Refusing(torch.autograd.Function):
@@ -118,17 +105,8 @@ class Refuser(nn.Linear):
         return Refusing.apply(super().forward(x))
 
 
-def fail_in_backward() -> tuple[str, float]:
-    model = begin_with(Refuser(WIDTH, WIDTH), block(), block(), degree=3)
-    return told(lambda: [train_step(model, *data()) for _ in range(3)])
-
-
-def test_a_backward_that_raises_ends_all_ranks_with_its_reason_and_place() -> None:
-    first, *others = run_ranks(fail_in_backward, 3)
-    assert first[0] == "ValueError: no gradient here"
-    for message, seconds in others:
-        assert "rank 0 failed: ValueError: no gradient here (backward of microbatch 2, module `0`)" in message
-        assert seconds < MANY_SECONDS / 4
+def refusing() -> Any:
+    return begin_with(Refuser(WIDTH, WIDTH), block(), block(), degree=3)
 
 
 class Branching(nn.Module):
@@ -142,58 +120,36 @@ class Branching(nn.Module):
         x = self.parts[0](x)
         if smp.pp_rank() == 0:
             raise KeyError("only here")
-        result: Tensor = self.parts[1](x)
-        return result
+        return self.parts[1](x)
 
 
-def fail_between_units() -> tuple[str, float]:
-    branching = Branching()
-    model = begin_with(*branching.parts, around=nn.Sequential(branching))
+def branching() -> Any:
+    module = Branching()
+    return begin_with(*module.parts, around=nn.Sequential(module))
+
+
+RAISES: dict[str, tuple[Callable[[], Any], int, int, str, str]] = {
+    "a layer": (switched, 2, 1, "KeyError: 'nothing'", "forward of microbatch 0, module `1`"),
+    "a backward": (refusing, 3, 0, "ValueError: no gradient here", "backward of microbatch 2, module `0`"),
+    "the module around layers": (branching, 2, 0, "KeyError: 'only here'", "forward of microbatch 0, module `0`"),
+}
+"""By what raises: a model, its ranks, the rank that fails, with which error, and where."""
+
+
+def fail(build: Callable[[], Any]) -> tuple[str, float]:
+    model = build()
     return told(lambda: train_step(model, *data()))
 
 
-def test_an_error_between_units_names_the_module_around_them() -> None:
-    first, second = run_ranks(fail_between_units, 2)
-    assert first[0] == "KeyError: 'only here'"
-    assert "rank 0 failed: KeyError: 'only here' (forward of microbatch 0, module `0`)" in second[0]
-    assert second[1] < MANY_SECONDS / 4
-
-
-def notes() -> str:
-    model, switch = begin()
-    switch.trouble = lambda: dict[str, int]()["nothing"]
-    with pytest.raises((KeyError, RemoteError)) as caught:
-        train_step(model, *data())
-    deadline.report_failure(caught.value)
-    return "".join(traceback.format_exception(caught.value))
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks show notes from Python 3.11 on")
-def test_the_traceback_of_the_failing_rank_ends_with_the_place() -> None:
-    _, second = run_ranks(notes, 2)
-    assert second.endswith("KeyError: 'nothing'\nraised in forward of microbatch 0, module `1`\n")
-
-
-def die() -> tuple[str, float]:
-    model, switch = begin()
-    train_step(model, *data())
-    if smp.pp_rank() == 0:
-        return told(lambda: train_step(model, *data()))
-    switch.trouble = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    train_step(model, *data())
-    return "", 0.0
-
-
-def test_a_rank_that_dies_ends_the_others() -> None:
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(die_and_tell, 2)
-    assert "RemoteError: rank 0 lost rank 1" in str(caught.value)
-    assert "exit code -9" in str(caught.value)
-
-
-def die_and_tell() -> None:
-    message, seconds = die()
-    raise AssertionError(f"{message} after {seconds:.0f} s")
+@pytest.mark.parametrize("what", RAISES)
+def test_what_raises_ends_all_ranks_with_its_reason_and_place(what: str) -> None:
+    build, size, rank, reason, place = RAISES[what]
+    found = run_ranks(fail, size, build)
+    own, _ = found.pop(rank)
+    assert own == f"{reason}\nraised in {place}"
+    for message, seconds in found:
+        assert f"rank {rank} failed: {reason} ({place})" in message
+        assert seconds < MANY_SECONDS / 4
 
 
 def wait_in_vain(calls: bool) -> tuple[str, float]:
@@ -245,8 +201,9 @@ def late_step(model: Any, x: Tensor, y: Tensor, bad: Tensor) -> Tensor:
     return loss
 
 
-def go_on_after_a_bad_batch() -> str:
-    """Fail in the third microbatch, where ranks have got differently far, and call the next step."""
+@on_ranks(2)
+def test_after_an_exception_the_next_step_is_refused() -> None:
+    """A batch is bad in the third microbatch, where ranks have got differently far."""
     model, _ = begin()
     bad = torch.tensor([False, False, False, False, True, True, True, True])
     for _ in range(2):
@@ -255,22 +212,11 @@ def go_on_after_a_bad_batch() -> str:
         late_step(model, *data(), bad)
     with pytest.raises(UsageError) as caught:
         late_step(model, *data(), bad & False)
-    return str(caught.value)
+    assert "a step was called after one that an exception had ended, on this rank " in str(caught.value)
+    assert "resume from a checkpoint" in str(caught.value)
 
 
-def test_after_an_exception_the_next_step_is_refused() -> None:
-    for message in run_ranks(go_on_after_a_bad_batch, 2):
-        assert "a step was called after one that an exception had ended, on this rank " in message
-        assert "resume from a checkpoint" in message
-
-
-def diverging_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    out = model(x)
-    loss = functional.mse_loss(out, y) if smp.pp_rank() == 0 else functional.l1_loss(out, y)
-    model.backward(loss)
-    return loss
-
-
+@smp.step
 def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = functional.mse_loss(model(x), y)
     if smp.pp_rank() == 0:
@@ -278,18 +224,15 @@ def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def diverge(body: Any) -> tuple[str, float]:
+def forget() -> tuple[str, float]:
     model, _ = begin()
-    return told(lambda: smp.step(body)(model, *data()))
+    return told(lambda: forgetful_step(model, *data()))
 
 
-@pytest.mark.parametrize(
-    ("body", "call"), [(diverging_step, "l1_loss"), (forgetful_step, "model.backward")], ids=["loss", "backward"]
-)
-def test_ranks_whose_steps_differ_are_named_with_the_call(body: Any, call: str) -> None:
-    for message, seconds in run_ranks(diverge, 2, body):
+def test_a_rank_that_calls_no_backward_is_named_with_the_call() -> None:
+    for message, seconds in run_ranks(forget, 2):
         assert "pipeline rank 1 took another way through microbatch 0" in message
-        assert f"`{call}`" in message
+        assert "`model.backward`" in message
         assert seconds < MANY_SECONDS / 4
 
 
@@ -326,89 +269,28 @@ def test_ranks_that_expect_values_of_other_shapes_are_named_with_what_each_has(s
         assert seconds < MANY_SECONDS / 4
 
 
-# --- fences -------------------------------------------------------------------------------------------------------
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
-def custom_function(model: Any, x: Tensor) -> Any:
-    loss = Double.apply(model(x)).mean()
-    model.backward(loss)
-    return loss
-
-
-def add_into_plain(model: Any, x: Tensor) -> Any:
-    total = x.clone()
-    total += model(x)
-    return total
-
-
-def assign_data(model: Any, x: Tensor) -> Any:
-    out = model(x)
-    out.data = x
-    return out
-
-
 def average_weights(model: Any, x: Tensor) -> Any:
     query, key = model.module[0][2].bias, model.module[1].bias
     key.data = key.data * 0.9 + query.data * 0.1
     return model(x)
 
 
-def assign_data_of_plain(model: Any, x: Tensor) -> Any:
+def assign_data_of_a_plain_tensor(model: Any, x: Tensor) -> Any:
     mean = torch.zeros(WIDTH)
     mean.data = model(x).detach().mean(0)
     return mean
 
 
-FENCES: dict[str, tuple[Callable[..., Any], str]] = {
-    "a custom Function": (custom_function, "put the code that calls it"),
-    "into a plain tensor": (add_into_plain, "write `x = x + y` instead of `x += y`"),
-    "deepcopy": (lambda model, x: copy.deepcopy(model(x)), "cannot be copied deeply"),
-    "pickle": (lambda model, x: pickle.dumps(model(x)), "cannot be saved inside the step"),
-    "assigning data": (assign_data, "was assigned"),
-    # The process ended with SIGSEGV, and no rank was named.
-    "assigning data of a weight": (average_weights, "`.data` of a tensor of shape [6] was assigned"),
-    "assigning data of a plain tensor": (assign_data_of_plain, "`.data` of a tensor of shape [6] was assigned"),
-    "a bare backward": (lambda model, x: model(x).mean().backward(), "call `model.backward(loss)` instead"),
-    "a hook": (
-        lambda model, x: model(x).register_hook(print),
-        "`register_hook` was called on a value that another pipeline rank may hold",
-    ),
-    "retain_grad": (lambda model, x: model(x).retain_grad(), "inside a torch.nn.Module"),
-}
-
-
-def run_into_fences() -> dict[str, str]:
-    """Return what each forbidden thing says, each of a model of its own."""
-    said = {}
-    for name, (body, _) in FENCES.items():
-        model, _ = begin()
-        try:
-            smp.step(body)(model, data()[0])
-        except SmpkitError as error:
-            said[name] = str(error)
-        smp.barrier()
-        smp.shutdown()
+def assign(body: Callable[..., Any]) -> str:
     model, _ = begin()
-    kept: list[Tensor] = []
-    smp.step(lambda model, x: kept.append(model(x)))(model, data()[0])
     with pytest.raises(UsageError) as caught:
-        kept[0].sum()
-    said["kept"] = str(caught.value)
-    return said
+        smp.step(body)(model, data()[0])
+    smp.barrier()
+    return str(caught.value)
 
 
-def test_what_smpkit_cannot_follow_is_refused() -> None:
-    for said in run_ranks(run_into_fences, 2):
-        for name, (_, text) in FENCES.items():
-            assert text in said.get(name, "nothing"), name
-        assert "used outside the step" in said["kept"]
+@pytest.mark.parametrize("body", [average_weights, assign_data_of_a_plain_tensor])
+def test_data_cannot_be_assigned(body: Callable[..., Any]) -> None:
+    # Where it was that of a weight, the process ended with SIGSEGV, and no rank was named.
+    for message in run_ranks(assign, 2, body):
+        assert "`.data` of a tensor of shape [6] was assigned" in message

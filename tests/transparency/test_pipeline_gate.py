@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
-from smpkit.torch.pipeline.fake_recording import record_on_fakes
+from smpkit.torch.pipeline.fake_recording import LayerOutputs, record_on_fakes
 from smpkit.torch.pipeline.stage_tensor import Current
 from smpkit.torch.placement.units import units_of
 from tests.models import CASES, HUGGING_FACE, Case
@@ -79,22 +79,36 @@ class WithBackward(nn.Module):
         Current.microbatch.backward(roots, [None] * len(roots) if gradients is None else gradients)
 
 
-def record(case: Case, placement: Callable[[int, int], int]) -> RecordedGraph:
-    """Record a microbatch of the step on tensors without data."""
+def placed(names: Sequence[str], ranks: Sequence[int]) -> Assignment:
+    return Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), ())
+
+
+def placed_by(case: Case, placement: Callable[[int, int], int]) -> Assignment:
     if "torchvision" not in MISSING:
         import_torchvision()  # before transformers does
+    names = [unit.name for unit in units_of(build(case)).units]
+    return placed(names, [placement(index, len(names)) for index in range(len(names))])
+
+
+def record(case: Case, assignment: Assignment, *, costs_first: bool = False) -> RecordedGraph:
+    """Record a microbatch of the step on tensors without data.
+
+    Args:
+        costs_first: whether what layers return is noted before, as by the pass that finds out what they cost.
+    """
     module, mode = build(case), FakeTensorMode(allow_non_fake_inputs=True)
     arguments = batch(case, 0, 2)
 
     def call() -> None:
-        given = map_tensors(mode.from_tensor, arguments)
+        fakes = map_tensors(mode.from_tensor, arguments)
         with mode:
-            case.step(WithBackward(module), *given)
+            case.step(WithBackward(module), *fakes)
 
-    names = [unit.name for unit in units_of(module).units]
-    ranks = [placement(index, len(names)) for index in range(len(names))]
-    assignment = Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), ())
-    return record_on_fakes(module, assignment, [call], torch.device("cpu"))[0]
+    outputs = None
+    if costs_first:
+        outputs = LayerOutputs(module, [unit for unit, _ in assignment.units])
+        outputs.noted(call)
+    return record_on_fakes(module, assignment, [call], torch.device("cpu"), outputs)[0]
 
 
 def lines_of(graph: RecordedGraph) -> Iterator[str]:
@@ -111,7 +125,7 @@ def recorded(name: str, cell: str) -> tuple[str, list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries
         try:
-            graph = record(CASE_OF[name], PLACEMENTS[cell])
+            graph = record(CASE_OF[name], placed_by(CASE_OF[name], PLACEMENTS[cell]))
         except NO_ANSWER:
             return "needs values", []
     lines = list(lines_of(graph))
@@ -121,8 +135,7 @@ def recorded(name: str, cell: str) -> tuple[str, list[str]]:
 
 def known() -> dict[str, dict[str, str]]:
     """Return what was recorded, by model and placement, and under `versions` those of the libraries."""
-    loaded: dict[str, dict[str, str]] = yaml.safe_load(FILE.read_text()) if FILE.exists() else {}
-    return loaded
+    return yaml.safe_load(FILE.read_text()) if FILE.exists() else {}
 
 
 def installed(library: str) -> str:
@@ -144,9 +157,9 @@ def test_ranks_run_and_send_what_they_did(name: str, cell: str) -> None:
         except PackageNotFoundError:
             pytest.skip(f"{library} is not installed: `pip install --no-deps {library}=={pinned}`")
         assert found == pinned, f"recorded with {library} {pinned}, this is {found}: its models may be other ones"
-    made, lines = recorded(name, cell)
+    summary, lines = recorded(name, cell)
     command = f'python -m {__name__} --write "{name}"'
-    assert made == KNOWN[name][cell], "\n".join(["other than recorded; if that is meant, run", command, *lines])
+    assert summary == KNOWN[name][cell], "\n".join(["other than recorded; if that is meant, run", command, *lines])
 
 
 def test_every_model_is_recorded() -> None:
@@ -171,11 +184,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print what ranks run and send of models, or record it.")
     parser.add_argument("names", nargs="*", metavar="NAME", default=list(CASE_OF))
     parser.add_argument("--write", action="store_true", help="record it anew")
-    given = parser.parse_args()
-    if given.write:
-        write(given.names)
+    options = parser.parse_args()
+    if options.write:
+        write(options.names)
     else:
-        for name in given.names:
+        for name in options.names:
             for cell in PLACEMENTS:
                 summary, lines = recorded(name, cell)
                 print(f"{name}, {cell}: {summary}", *lines, sep="\n  ")  # noqa: T201 - a command

@@ -43,12 +43,12 @@ def model() -> nn.Module:
     return nn.Sequential(block(), block(), nn.Linear(WIDTH, WIDTH))
 
 
-def any_step(model: Any, given: Any, y: Any = None, recipe: Any = None) -> Tensor:
-    if isinstance(given, Sample):
-        given, y = given.x, given.y
-    elif isinstance(given, dict):
-        given, y = given["x"], given["more"][0]
-    loss = functional.mse_loss(model(given), y) * (1.0 if recipe is None else recipe.scale)
+def any_step(model: Any, inputs: Any, y: Any = None, recipe: Any = None) -> Tensor:
+    if isinstance(inputs, Sample):
+        inputs, y = inputs.x, inputs.y
+    elif isinstance(inputs, dict):
+        inputs, y = inputs["x"], inputs["more"][0]
+    loss = functional.mse_loss(model(inputs), y) * (1.0 if recipe is None else recipe.scale)
     model.backward(loss)
     return loss
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.torch.pipeline.executor import Executor
-from tests.models import TOKENS, WIDTH, Case, block, tokens
+from tests.models import TOKENS, WIDTH, Case, block, tokens, with_residuals
 from tests.train import Trace, Way, same, train
 
 
@@ -25,11 +25,7 @@ class Tagger(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x) + x
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(with_residuals(self.layers, self.embed(ids)))
 
 
 class Cooled(nn.Linear):
@@ -47,8 +43,7 @@ class Annealed(nn.Module):
         self.embed, self.layer, self.head = nn.Embedding(TOKENS, WIDTH), block(), Cooled(WIDTH, TOKENS)
 
     def forward(self, ids: Tensor, temperature: float) -> Tensor:
-        logits: Tensor = self.head(self.layer(self.embed(ids)), temperature)
-        return logits
+        return self.head(self.layer(self.embed(ids)), temperature)
 
 
 def some_labels(size: int, generator: torch.Generator) -> tuple[Any, ...]:

@@ -6,13 +6,15 @@ By default each model trains where smpkit places it, and some in another way; `-
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.models import CASES, HUGGING_FACE, LENGTH, MODELS, TOKENS
+from tests.models import HUGGING_FACE, LENGTH, MODELS, TOKENS
+from tests.pairwise import slow
 from tests.train import Way, same
 
 SIMPLE, SPLIT = {"pipeline": "simple"}, {"pipeline": "zero_bubble"}
@@ -41,29 +43,20 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "way"), [(model, way) for way, models in OTHERS.items() for model in models], ids=str
-)
+ROWS = [(model, way) for way, models in OTHERS.items() for model in models] + [
+    # Two scalar losses on two ranks went to a third under one tag, and arrived in the order of sending.
+    ("several losses", Way(pipeline=4, microbatches=1, placement=11)),
+    # Ranks share weights with one neighbour or with two. They had made unlike many process groups by then, of which
+    # torch makes the name of the next: they never met.
+    ("tied neighbours", Way(pipeline=4, placement=-1)),
+    ("tied neighbours", Way(pipeline=3, replicas=2, placement=-1)),
+]
+GRID = [*product(MODELS, [Way(pipeline=4, replicas=2, microbatches=8), Way(pipeline=3), *OTHERS])]
+
+
+@pytest.mark.parametrize(("model", "way"), [*ROWS, *slow(row for row in GRID if row not in ROWS)], ids=str)
 def test_some_models_train_in_other_ways(model: str, way: Way) -> None:
     same(MODELS[model], way)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [Way(pipeline=4, replicas=2, microbatches=8), Way(pipeline=3), *OTHERS], ids=str)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_trains_in_every_way(model: str, way: Way) -> None:
-    same(MODELS[model], way)
-
-
-def test_outputs_of_two_homes_with_the_same_shapes_are_not_swapped() -> None:
-    # Two scalar losses on two ranks went to a third under one tag, and arrived in the order of sending.
-    same(CASES["several losses"], Way(pipeline=4, microbatches=1, placement=11))
-
-
-@pytest.mark.parametrize("way", [Way(pipeline=4, placement=-1), Way(pipeline=3, replicas=2, placement=-1)], ids=str)
-def test_ranks_share_weights_with_one_neighbour_or_with_two(way: Way) -> None:
-    # Ranks have made unlike many process groups by then, of which torch makes the name of the next: they never met.
-    same(CASES["tied neighbours"], way)
 
 
 # --- inputs of language models ----------------------------------------------------------------------------------------

@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import smpkit.torch as smp
-from tests.models import Case, Normed, gpt2, mse_step, singles, tokens, vectors
+from tests.models import Case, Normed, autocast_step, gpt2, mse_step, singles, tokens, vectors
+from tests.pairwise import slow
 from tests.ranks import run_ranks
-from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, place, trace_of, world
+from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, in_turn, trace_of, training
 
 MICROBATCHES = 2
 
@@ -110,25 +111,12 @@ def played_plainly(case: Case) -> Trace:
 
 
 def played(case: Case, way: Way) -> Trace:
-    with world(way):
-        module = build(case)
-        if way.placement is not None:
-            place(module, way.placement, way.pipeline)
-        model = smp.DistributedModel(module)
-        smp.DistributedOptimizer(OPTIMIZERS["SGD"](model.parameters()))
-        return trace_of(play(case, model, smp.step(case.step), smp.step(evaluation(case))), model)
+    with training(case, way) as trained:
+        outputs = play(case, trained.model, smp.step(case.step), smp.step(evaluation(case)))
+        return trace_of(outputs, trained.model)
 
 
 # --- without dropout: the same as plain PyTorch -------------------------------------------------------------------
-
-
-def autocast_step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Lead only the model's own part under autocast, as SMP v1's examples did."""
-    with autocast():
-        out = model(x)
-    loss = functional.mse_loss(out.float(), y)
-    model.backward(loss)
-    return loss, out
 
 
 def gpt2_step(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +138,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("way", [ANYWHERE, *[pytest.param(way, marks=pytest.mark.slow) for way in MORE]], ids=str)
+@pytest.mark.parametrize("way", [ANYWHERE, *slow((way,) for way in MORE)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_modes_in_turn_give_what_plain_pytorch_gives(name: str, way: Way) -> None:
     case, tolerance = CASES[name]
@@ -168,11 +156,7 @@ def dropping() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("dtype", "way"),
-    [
-        (torch.float64, ANYWHERE),
-        (SINGLE, ANYWHERE),
-        *[pytest.param(dtype, way, marks=pytest.mark.slow) for dtype in (torch.float64, SINGLE) for way in MORE],
-    ],
+    [*product((torch.float64, SINGLE), [ANYWHERE]), *slow(product((torch.float64, SINGLE), MORE))],
     ids=str,
 )
 def test_dropout_is_the_same_on_any_number_of_ranks_with_other_modes_between(dtype: torch.dtype, way: Way) -> None:

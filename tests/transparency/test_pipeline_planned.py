@@ -5,64 +5,43 @@ from __future__ import annotations
 import os
 import random
 from bisect import bisect
-from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 
-import smpkit.torch as smp
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
-from smpkit.torch.core.tensor_spec import map_tensors
-from smpkit.torch.pipeline.fake_recording import LayerOutputs, record_on_fakes
 from smpkit.torch.placement.trace import measure_units
 from smpkit.torch.placement.units import units_of
 from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
+from tests.pairwise import slow
 from tests.ranks import run_ranks
-from tests.train import Way, batch, build, part, place, world
-from tests.transparency.test_pipeline_gate import WithBackward
+from tests.train import Way, batch, build, training
+from tests.transparency.test_pipeline_gate import NO_ANSWER, placed, record
 
 MICROBATCHES = 2
-NEED_VALUES = {"backward from gradients", "a branch on a value in the step", "a branch on a value in the model"}
-"""Cases in which Python asks for a value, and which cannot be recorded without: plans of theirs say so."""
+ASK = {"backward from gradients", "a branch on a value in the step", "a branch on a value in the model"}
+NEED_VALUES = {*ASK, "Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
+"""Cases that cannot be recorded without values, which plans of theirs say.
+
+Python asks for them; layers gather the tokens of each expert; or it is the CTC loss.
+"""
+CASES = {**MODELS, **TRANSFORMERS}
 
 
 def run(case: Case, way: Way) -> tuple[SegmentGraph | None, Assignment]:
     """Run one step over ranks; return the graph that they have scheduled, if it has one, and the assignment."""
-    with world(way):
-        module = build(case)
-        if way.placement is not None:
-            place(module, way.placement, way.pipeline)
-        model = smp.DistributedModel(module)
-        smp.step(case.step)(model, *batch(case, 0, 4))
-        pipeline = model.pipeline
+    with training(case, way) as trained:
+        trained.step(*batch(case, 0, 4))
+        pipeline = trained.model.pipeline
         assert pipeline is not None
         assert pipeline._executor is not None
         assert pipeline.assignment is not None
         schedule = pipeline._executor.last_schedule
         return None if schedule is None else schedule.graph, pipeline.assignment
-
-
-def record(case: Case, assignment: Assignment) -> RecordedGraph:
-    """Record the same in this process alone."""
-    module, mode = build(case), FakeTensorMode(allow_non_fake_inputs=True)
-    arguments = [part(each, 0, MICROBATCHES) for each in batch(case, 0, 4)]
-
-    def call() -> None:
-        given = map_tensors(mode.from_tensor, arguments)
-        with mode:
-            case.step(WithBackward(module), *given)
-
-    outputs = LayerOutputs(module, [unit for unit, _ in assignment.units])
-    outputs.noted(call)  # as the pass does that finds out what layers cost
-    return record_on_fakes(module, assignment, [call], torch.device("cpu"), outputs)[0]
 
 
 def needs_values(case: Case, way: Way) -> bool:
@@ -71,8 +50,8 @@ def needs_values(case: Case, way: Way) -> bool:
     if int(os.environ["RANK"]):
         return False  # all ranks have one graph, and one process records it
     try:
-        planned = record(case, assignment).graph(assignment.num_partitions, has_backward=True)
-    except (DataDependentOutputException, DynamicOutputShapeException):
+        planned = record(case, assignment, costs_first=True).graph(assignment.num_partitions, has_backward=True)
+    except NO_ANSWER:
         return True
     assert planned == graph
     return False
@@ -81,35 +60,14 @@ def needs_values(case: Case, way: Way) -> bool:
 FEW = {"skip connections", "tied modules", "encoder and decoder", "several losses"}
 
 
-@pytest.mark.parametrize("model", sorted({*FEW, *NEED_VALUES, "GPT-2"}))
-def test_a_plan_records_what_ranks_send(model: str) -> None:
-    way = Way(pipeline=4, microbatches=MICROBATCHES, placement=3)
-    assert run_ranks(needs_values, 4, MODELS[model], way)[0] == (model in NEED_VALUES)
+SCATTERED = Way(pipeline=4, microbatches=MICROBATCHES, placement=3)
+DECIDED = [Way(pipeline=degree, microbatches=MICROBATCHES, traced=True) for degree in (2, 4)]
+GRID = [*product(CASES, DECIDED), *product(MODELS, [replace(way, placement=3) for way in DECIDED])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("placement", [None, 3])
-@pytest.mark.parametrize("model", MODELS)
-def test_a_plan_records_what_ranks_send_of_every_model(model: str, placement: int | None, degree: int) -> None:
-    way = Way(pipeline=degree, microbatches=MICROBATCHES, placement=placement, traced=True)
-    assert run_ranks(needs_values, degree, MODELS[model], way)[0] == (model in NEED_VALUES)
-
-
-NEED_TOKENS = {"Qwen 2 MoE", "OLMoE", "Wav2Vec2", "HuBERT"}
-"""They gather the tokens of each expert, or train by the CTC loss."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("model", TRANSFORMERS)
-def test_a_plan_records_what_ranks_send_of_families_of_huggingface(model: str, degree: int) -> None:
-    way = Way(pipeline=degree, microbatches=MICROBATCHES, traced=True)
-    assert run_ranks(needs_values, degree, TRANSFORMERS[model], way)[0] == (model in NEED_TOKENS)
-
-
-def placed(names: Sequence[str], ranks: Sequence[int]) -> Assignment:
-    return Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), ())
+@pytest.mark.parametrize(("model", "way"), [*product(sorted({*FEW, *ASK, "GPT-2"}), [SCATTERED]), *slow(GRID)], ids=str)
+def test_a_plan_records_what_ranks_send(model: str, way: Way) -> None:
+    assert run_ranks(needs_values, way.ranks, CASES[model], way)[0] == (model in NEED_VALUES)
 
 
 def units_called(recorded: RecordedGraph) -> dict[Segment, set[str]]:
@@ -120,7 +78,7 @@ BRANCHES = {"parallel branches"}
 """A job adds several branches up where most of their bytes are, and that depends on which of them share a rank."""
 
 
-NEIGHBOURS = [name for name in MODELS if name not in NEED_VALUES | BRANCHES]
+NEIGHBOURS = [name for name in MODELS if name not in ASK | BRANCHES]
 
 
 @pytest.mark.parametrize(
@@ -131,11 +89,11 @@ def test_units_apart_tell_what_ranks_send_that_hold_several(model: str) -> None:
     case, cuts = MODELS[model], random.Random(0)
     module = build(case)
     names = [cost.name for cost in measure_units(module, units_of(module), None)]
-    apart = record(case, placed(names, range(len(names))))
+    apart = record(case, placed(names, range(len(names))), costs_first=True)
     for degree in range(2, min(4, len(names)) + 1):
         starts = sorted(cuts.sample(range(1, len(names)), degree - 1))
         assignment = placed(names, [bisect(starts, index) for index in range(len(names))])
-        joined, alone = apart.under(assignment), record(case, assignment)
+        joined, alone = apart.under(assignment), record(case, assignment, costs_first=True)
         assert joined is not None
         assert joined.graph(degree, True) == alone.graph(degree, True)
         assert units_called(joined) == units_called(alone)

@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
-from tests.models import WIDTH, Case, mse_step, vectors
+from tests.models import WIDTH, Case, by_torch, mse_step, plainly, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Trace, Way, batch, build, check_same, run, whole, world
 
 
-class Recomputed(nn.Module):
-    """A unit whose inside is computed again in backward, or not."""
+class Layer(nn.Module):
+    """A unit whose inside is called through `inside`."""
 
-    def __init__(self, recompute: bool) -> None:
+    def __init__(self, inside: Callable[..., Any]) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.3)
-        self.recompute = recompute
+        self.inside = inside
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.recompute:
-            return self._inside(x)
-        result: Tensor = checkpoint(self._inside, x, use_reentrant=False)
-        return result
+        return self.inside(self._drop_twice, x)
 
-    def _inside(self, x: Tensor) -> Tensor:
+    def _drop_twice(self, x: Tensor) -> Tensor:
         return functional.dropout(self.drop(self.linear(x)).tanh(), 0.2)
 
 
 class Dropping(nn.Module):
-    """Drops in leaves, in units, by functions between units, on inputs, and whole layers."""
+    """Drops in leaves, in units, by functions between units, on inputs, and whole layers.
 
-    def __init__(self, recompute: bool = False) -> None:
+    Args:
+        inside: calls what is in a unit.
+        around: calls whole units, which Hugging Face's gradient checkpointing recomputes.
+    """
+
+    def __init__(self, inside: Callable[..., Any] = plainly, around: Callable[..., Any] = plainly) -> None:
         super().__init__()
+        self.around = around
         self.first = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.2)
-        self.layers = nn.ModuleList([Recomputed(recompute) for _ in range(4)])
+        self.layers = nn.ModuleList([Layer(inside) for _ in range(4)])
         self.pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,38 +56,23 @@ class Dropping(nn.Module):
         x = self.drop(self.first(x))
         for layer in self.layers:
             if torch.rand([]) > 0.2:
-                x = x + functional.dropout(layer(x), 0.5, self.training)
-        result: Tensor = self.pair(x + 0.01 * torch.randn_like(x))
-        return result
-
-
-class RecomputedInside(Dropping):
-    def __init__(self) -> None:
-        super().__init__(recompute=True)
-
-
-class RecomputedAround(Dropping):
-    """Recomputes whole units, as Hugging Face's gradient checkpointing does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = functional.dropout(x, 0.1, self.training)
-        x = self.drop(self.first(x))
-        for layer in self.layers:
-            if torch.rand([]) > 0.2:
-                made = checkpoint(layer, x, use_reentrant=False)
-                x = x + functional.dropout(made, 0.5, self.training)
-        result: Tensor = self.pair(x + 0.01 * torch.randn_like(x))
-        return result
+                x = x + functional.dropout(self.around(layer, x), 0.5, self.training)
+        return self.pair(x + 0.01 * torch.randn_like(x))
 
 
 DROPPING = Case(Dropping, vectors, mse_step)
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "nothing recomputed": {},
+    "inside units": {"inside": by_torch},
+    "units": {"around": by_torch},
+}
 ROWS = [
-    (RecomputedInside, Way()),
-    (RecomputedAround, Way()),
-    (Dropping, Way(pipeline=2, placement=5)),
-    (RecomputedAround, Way(pipeline=2, placement=5)),
-    (Dropping, Way(pipeline=4, placement=3)),
-    (RecomputedAround, Way(pipeline=4, placement=-1, config={"pipeline": "simple"})),
+    ("inside units", Way()),
+    ("units", Way()),
+    ("nothing recomputed", Way(pipeline=2, placement=5)),
+    ("units", Way(pipeline=2, placement=5)),
+    ("nothing recomputed", Way(pipeline=4, placement=3)),
+    ("units", Way(pipeline=4, placement=-1, config={"pipeline": "simple"})),
 ]
 
 
@@ -93,24 +83,19 @@ def on_one_rank() -> Trace:
     return trace
 
 
-@pytest.mark.parametrize(("model", "way"), ROWS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation(
-    model: type[nn.Module], way: Way, on_one_rank: Trace
-) -> None:
-    for trace in run(Case(model, vectors, mse_step), way):
+@pytest.mark.parametrize(("what", "way"), ROWS, ids=str)
+def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation(what: str, way: Way, on_one_rank: Trace) -> None:
+    for trace in run(Case(functools.partial(Dropping, **RECOMPUTED[what]), vectors, mse_step), way):
         check_same(trace, on_one_rank)
 
 
-def generator_after_a_step() -> bool:
+@on_ranks(1)
+def test_a_step_gives_the_generators_back_as_they_were() -> None:
     with world(Way(microbatches=2)):
         model = smp.DistributedModel(build(DROPPING))
         before = torch.get_rng_state()
         smp.step(mse_step)(model, *batch(DROPPING, 0, 4))
-        return torch.equal(before, torch.get_rng_state())
-
-
-def test_a_step_gives_the_generators_back_as_they_were() -> None:
-    assert run_ranks(generator_after_a_step, 1) == [True]
+        assert torch.equal(before, torch.get_rng_state())
 
 
 class FunctionRecomputed(nn.Module):
@@ -121,16 +106,15 @@ class FunctionRecomputed(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self._inside, x, use_reentrant=False)
-        return result
+        return by_torch(self._inside, x)
 
     def _inside(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(functional.dropout(self.first(x).tanh(), 0.5))
-        return result
+        return self.last(functional.dropout(self.first(x).tanh(), 0.5))
 
 
-def gradient_beside_difference() -> tuple[float, float]:
-    """Return a gradient as backward computes it and as the losses of two steps with the same dropout tell it."""
+@on_ranks(1)
+def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
+    """A gradient is what the losses of two steps with the same dropout say."""
     case = Case(FunctionRecomputed, vectors, mse_step)
     with world(Way(microbatches=1)):
         model = smp.DistributedModel(build(case))
@@ -142,12 +126,7 @@ def gradient_beside_difference() -> tuple[float, float]:
             assert model.engine.random is not None
             model.engine.random.step = 0
         assert weight.grad is not None
-        return float(weight.grad[0, 0]) / 2, (losses[0] - losses[1]) / 2e-6
-
-
-def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
-    ((gradient, difference),) = run_ranks(gradient_beside_difference, 1)
-    assert gradient == pytest.approx(difference, rel=1e-6)
+        assert float(weight.grad[0, 0]) / 2 == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-6)
 
 
 def interrupted(folder: str, way: Way, *, resume: bool) -> list[float]:

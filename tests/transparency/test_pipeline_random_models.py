@@ -106,14 +106,14 @@ class Grown(nn.Module):
         self.first = linears[0] if recipe.functional_tie else None
 
     def forward(self, x: Tensor) -> Any:
-        made = [x]
+        values = [x]
         for layer, skip, kind in self.recipe.steps:
-            out = self.layers[layer % len(self.layers)](made[-1])
-            made.append(_joined(out, made[skip % len(made)], kind))
-        last = made[-1] * self.scale
+            out = self.layers[layer % len(self.layers)](values[-1])
+            values.append(_joined(out, values[skip % len(values)], kind))
+        last = values[-1] * self.scale
         if self.first is not None:
             last = functional.linear(last, self.first.weight)
-        return _nested(last, made[1:], self.recipe.outputs)
+        return _nested(last, values[1:], self.recipe.outputs)
 
 
 class Pair(nn.Module):
@@ -167,13 +167,13 @@ def _joined(out: Tensor, earlier: Tensor, kind: str) -> Tensor:
     return out.tanh()
 
 
-def _nested(last: Tensor, made: list[Tensor], kind: str) -> Any:
+def _nested(last: Tensor, values: list[Tensor], kind: str) -> Any:
     if kind == "tuple":
-        return last, made[0]
+        return last, values[0]
     if kind == "dict":
-        return {"last": last, "none": None, "first": made[0]}
+        return {"last": last, "none": None, "first": values[0]}
     if kind == "nested":
-        return {"outer": [last, (made[0], {"count": len(made)})], "name": "nested"}
+        return {"outer": [last, (values[0], {"count": len(values)})], "name": "nested"}
     return last
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from tests.models import MODELS, Case, block, mse_step, singles, vectors
+from tests.models import MODELS, Case, autocast_step, block, by_torch, mse_step, singles, vectors
+from tests.pairwise import slow
 from tests.train import Way, same, train_with_sleeps
 
 VIRTUAL: dict[str, Any] = {"virtual_pipeline_degree": 2}
@@ -27,8 +27,7 @@ class Recomputed(nn.Module):
         self.inside = block()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.inside, x, use_reentrant=False)
-        return result
+        return by_torch(self.inside, x)
 
 
 def chain() -> nn.Module:
@@ -37,13 +36,6 @@ def chain() -> nn.Module:
 
 def partly_recomputed() -> nn.Module:
     return nn.Sequential(*[part() for _ in range(4) for part in (block, Recomputed)])
-
-
-def autocast_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = functional.mse_loss(model(x).float(), y)
-    model.backward(loss)
-    return loss
 
 
 SHAPES = {
@@ -72,32 +64,22 @@ ROWS = [(shape, WAYS[2]) for shape in CASES] + [
 ]
 
 
-@pytest.mark.parametrize(("shape", "way"), ROWS, ids=str)
+GRID = [
+    (shape, replace(way, pipeline=degree, replicas=replicas))
+    for shape, way, degree, replicas in product(CASES, WAYS, (2, 4), (1, 2))
+    if shape != "tied"  # it has too few layers
+]
+
+
+@pytest.mark.parametrize(("shape", "way"), [*ROWS, *slow(row for row in GRID if row not in ROWS)], ids=str)
 def test_a_schedule_trains_as_in_one_process(shape: str, way: Way) -> None:
     same(CASES[shape], way)
 
 
-@pytest.mark.parametrize("way", [replace(way, pipeline=3) for way in WAYS[1:]], ids=str)
-def test_sleeps_neither_hang_nor_change_a_split_backward(way: Way) -> None:
-    same(SHAPES["skip connections"], way, by=functools.partial(train_with_sleeps, 0))
+SLEEPS = [(replace(way, pipeline=3), 0) for way in WAYS[1:]]
+MANY_SLEEPS = [(replace(way, pipeline=degree), seed) for way, degree, seed in product(WAYS[1:], (2, 4), range(100))]
 
 
-# --- the widest grids -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
-@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
-def test_hundred_seeds_of_sleeps_neither_hang_nor_change_a_split_backward(degree: int, seed: int) -> None:
-    for way in WAYS[1:]:
-        by = functools.partial(train_with_sleeps, seed)
-        same(SHAPES["skip connections"], replace(way, pipeline=degree), by=by)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2], ids=["dp1", "dp2"])
-@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("shape", [shape for shape in CASES if shape != "tied"])  # it has too few layers
-def test_every_schedule_trains_as_in_one_process(shape: str, way: Way, degree: int, replicas: int) -> None:
-    same(CASES[shape], replace(way, pipeline=degree, replicas=replicas))
+@pytest.mark.parametrize(("way", "seed"), [*SLEEPS, *slow(MANY_SLEEPS)], ids=str)
+def test_sleeps_neither_hang_nor_change_a_split_backward(way: Way, seed: int) -> None:
+    same(SHAPES["skip connections"], way, by=functools.partial(train_with_sleeps, seed))

@@ -19,6 +19,7 @@ from smpkit.torch.distributed import deadline
 from smpkit.torch.step import StepOutput
 from tests.models import WIDTH, mse_step, sequential, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Plain, in_turn, place
 
 MICROBATCHES = 2
@@ -67,14 +68,14 @@ def losses(output: Any) -> list[float]:
 def freezing(run: Run) -> Any:
     """Train some layers, then others, then all: what units return needs gradients or does not."""
     model = run.model(sequential())
-    optimizer, step, told = run.sgd(model.parameters()), run.step(mse_step), []
+    optimizer, step, results = run.sgd(model.parameters()), run.step(mse_step), []
     for number, frozen in enumerate([("0", "4"), (), ("0", "4"), ("0", "2"), ("6",), ()]):
         for name, parameter in model.module.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
         optimizer.zero_grad()
-        told.append(losses(step(model, *batch(number))))
+        results.append(losses(step(model, *batch(number))))
         optimizer.step()
-    return told, model
+    return results, model
 
 
 class Game(nn.Module):
@@ -90,8 +91,8 @@ class Game(nn.Module):
 
 
 def judge_step(model: Any, noise: Tensor, real: Tensor) -> Tensor:
-    made = model(noise, makes=True, judges=False).detach()
-    judged = model(made, makes=False, judges=True)
+    drawn = model(noise, makes=True, judges=False).detach()
+    judged = model(drawn, makes=False, judges=True)
     loss = functional.softplus(judged).mean() + functional.softplus(-model(real, makes=False, judges=True)).mean()
     model.backward(loss)
     return loss
@@ -108,21 +109,21 @@ def playing(run: Run) -> Any:
     model = run.model(Game())
     halves = model.module.judge, model.module.maker
     optimizers = [run.sgd(half.parameters()) for half in halves]
-    steps, told = [run.step(judge_step), run.step(maker_step)], []
+    steps, results = [run.step(judge_step), run.step(maker_step)], []
     for number in range(6):
         turn = number % 2
         halves[turn].requires_grad_(True)
         halves[1 - turn].requires_grad_(False)
         optimizers[turn].zero_grad()
-        told.append(losses(steps[turn](model, *batch(number)[: 2 - turn])))
+        results.append(losses(steps[turn](model, *batch(number)[: 2 - turn])))
         optimizers[turn].step()
-    return told, model
+    return results, model
 
 
 def scaling(run: Run) -> Any:
     """Scale losses where the default dtype is not float32, with a step that is skipped."""
     model = run.model(sequential())
-    optimizer, scaler, told = run.sgd(model.parameters()), run.scaler(init_scale=64.0, growth_interval=2), []
+    optimizer, scaler, results = run.sgd(model.parameters()), run.scaler(init_scale=64.0, growth_interval=2), []
 
     def scaled_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
         loss = functional.mse_loss(model(x), y)
@@ -136,18 +137,18 @@ def scaling(run: Run) -> Any:
         step(model, x, y * (float("inf") if number == 1 else 1.0))
         scaler.step(optimizer)
         scaler.update()
-        told.append(scaler.get_scale())
-    return told, model
+        results.append(scaler.get_scale())
+    return results, model
 
 
 def averaging(run: Run) -> Any:
     """Keep a moving average of the weights, and put it in."""
     model = run.model(sequential())
-    optimizer, step, told = run.sgd(model.parameters()), run.step(mse_step), []
+    optimizer, step, results = run.sgd(model.parameters()), run.step(mse_step), []
     averages: dict[str, Tensor] = {}
     for number in range(4):
         optimizer.zero_grad()
-        told.append(losses(step(model, *batch(number))))
+        results.append(losses(step(model, *batch(number))))
         optimizer.step()
         held = dict(model.local_named_parameters() if run.degree else model.module.named_parameters())
         for name, parameter in held.items():
@@ -155,41 +156,41 @@ def averaging(run: Run) -> Any:
     with torch.no_grad():
         for name, parameter in held.items():
             parameter.copy_(averages[name])
-    return told, model
+    return results, model
 
 
 def scheduling(run: Run) -> Any:
     """Let schedulers change rates, gradients add up over steps, and a group come later."""
     model = run.model(sequential())
     parameters = list(model.parameters())
-    optimizer, step, told = run.sgd(parameters[:4]), run.step(mse_step), []
+    optimizer, step, results = run.sgd(parameters[:4]), run.step(mse_step), []
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     cycle = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
     for number in range(6):
-        told.append(losses(step(model, *batch(number))))
+        results.append(losses(step(model, *batch(number))))
         if number == 2:
             optimizer.add_param_group({"params": parameters[4:], "lr": 0.01, "momentum": 0.5})
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
             (plateau.step(1.0) if number > 2 else cycle.step())
-        told.append([group["lr"] for group in optimizer.param_groups])
-    return told, model
+        results.append([group["lr"] for group in optimizer.param_groups])
+    return results, model
 
 
 def follow(script: Callable[[Run], Any], degree: int) -> Any:
     """Return what a script tells, and the weights and buffers after it."""
     warnings.simplefilter("ignore")  # torch's on the order of scheduler and optimizer, where a scaler skips a step
     torch.set_default_dtype(torch.float64)
-    told, model = script(Run(degree))
-    return told, dict((model if degree else model.module).state_dict())
+    results, model = script(Run(degree))
+    return results, dict((model if degree else model.module).state_dict())
 
 
 @pytest.mark.parametrize("script", [freezing, playing, scaling, averaging, scheduling])
 def test_what_scripts_do_around_steps_gives_what_it_gives_in_one_process(script: Callable[[Run], Any]) -> None:
     [plain] = run_ranks(follow, 1, script, 0)
-    for told in run_ranks(follow, 2, script, 2):
-        torch.testing.assert_close(told, plain, rtol=1e-10, atol=1e-12)
+    for results in run_ranks(follow, 2, script, 2):
+        torch.testing.assert_close(results, plain, rtol=1e-10, atol=1e-12)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -230,19 +231,16 @@ def weight_changed(layers: Any, x: Tensor) -> Tensor:
     x = layers[0](x)
     with torch.no_grad():
         layers[0].weight.mul_(0.9)
-    result: Tensor = layers[1](x)
-    return result
+    return layers[1](x)
 
 
 def weight_made_by_another(layers: Any, x: Tensor) -> Tensor:
     weight = layers[0](torch.eye(WIDTH, dtype=x.dtype))
-    result: Tensor = torch.func.functional_call(layers[1], {"weight": weight}, (x,))
-    return result
+    return torch.func.functional_call(layers[1], {"weight": weight}, (x,))
 
 
 def mapped(layers: Any, x: Tensor) -> Tensor:
-    result: Tensor = torch.vmap(nn.Sequential(*layers))(x)
-    return result
+    return torch.vmap(nn.Sequential(*layers))(x)
 
 
 def assigning_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -335,7 +333,8 @@ def test_what_ranks_cannot_follow_is_refused(name: str) -> None:
         assert REFUSED[name][2] in message
 
 
-def refused_around() -> list[str]:
+@on_ranks(2)
+def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> None:
     run = Run(2)
     with pytest.raises(UsageError) as lazy:
         smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
@@ -345,62 +344,50 @@ def refused_around() -> list[str]:
     optimizer = smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(SmpkitError) as optimized:
         optimizer.step(lambda: 0.0)
-    return [caught.value.message for caught in (lazy, copied, optimized)]
+    assert lazy.value.message == "`1.weight` has no shape yet: its module is a lazy one"
+    assert copied.value.message.startswith("a DistributedModel was copied or pickled")
+    assert optimized.value.message.startswith("LBFGS looks at all parameters at once")
 
 
-def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> None:
-    for lazy, copied, optimized in run_ranks(refused_around, 2):
-        assert lazy == "`1.weight` has no shape yet: its module is a lazy one"
-        assert copied.startswith("a DistributedModel was copied or pickled")
-        assert optimized.startswith("LBFGS looks at all parameters at once")
-
-
-def record_by_hooks() -> str:
+@on_ranks(2)
+def test_an_error_after_hooks_that_ran_elsewhere_says_so() -> None:
     """Take what hooks on layers have put into a dict."""
-    made: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
 
     def recorded(layers: Any, x: Tensor) -> Tensor:
         layers[1](layers[0](x))
-        return made[0] + made[1]
+        return outputs[0] + outputs[1]
 
     module = Two(recorded)
     for number, layer in enumerate(module.layers):
-        layer.register_forward_hook(lambda _layer, _given, out, number=number: made.update({number: out}))
+        layer.register_forward_hook(lambda _layer, _given, out, number=number: outputs.update({number: out}))
     model = Run(2).model(module)
     with pytest.raises((KeyError, RemoteError)) as caught:
         smp.step(mse_step)(model, *batch(0))
     deadline.report_failure(caught.value)
-    return f"{caught.value} {vars(caught.value).get('__notes__')}"
+    message = f"{caught.value} {vars(caught.value).get('__notes__')}"  # its own, or the other rank's, which came first
+    assert "after forward hooks that ran on other ranks only, on `layers." in message
 
 
-def test_an_error_after_hooks_that_ran_elsewhere_says_so() -> None:
-    for told in run_ranks(record_by_hooks, 2):  # its own, or the other rank's, which was told first
-        assert "after forward hooks that ran on other ranks only, on `layers." in told
-
-
-def call_layers() -> list[str]:
-    """Call each layer between steps, and return what came of it."""
+@on_ranks(2)
+def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
     run = Run(2)
     module = sequential()
     model = run.model(module)
     run.step(mse_step)(model, *batch(0))
-    told = []
+    messages = []
     for layer in module.children():
         x = torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype)
         try:
-            told.append(f"{layer(x).isfinite().all()}")
+            messages.append(f"{layer(x).isfinite().all()}")
         except UsageError as error:
-            told.append(error.message)
-    return told
-
-
-def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
-    for rank, told in enumerate(run_ranks(call_layers, 2)):
-        others = [number for number, text in enumerate(told) if text != "True"]
-        assert 0 < len(others) < len(told)
-        for number in others:
-            start = f"`{number}`, whose weights pipeline rank {1 - rank} holds, was called outside a step"
-            assert told[number] == f"{start}, on rank {rank}"
+            messages.append(error.message)
+    others = [number for number, text in enumerate(messages) if text != "True"]
+    assert 0 < len(others) < len(messages)
+    rank = smp.pp_rank()
+    for number in others:
+        start = f"`{number}`, whose weights pipeline rank {1 - rank} holds, was called outside a step"
+        assert messages[number] == f"{start}, on rank {rank}"
 
 
 # --- what goes wrong on one rank ----------------------------------------------------------------------------------
@@ -445,7 +432,8 @@ def test_a_rank_that_catches_its_own_exception_does_not_let_the_others_wait(wher
         assert messages[1].startswith("a step was called after one that an exception had ended")
 
 
-def freeze_alone() -> str:
+@on_ranks(2)
+def test_ranks_that_freeze_different_parameters_are_named() -> None:
     run = Run(2)
     model, step = run.model(sequential()), run.step(mse_step)
     step(model, *batch(0))
@@ -454,10 +442,5 @@ def freeze_alone() -> str:
     with pytest.raises(UsageError) as caught:
         step(model, *batch(1))
     deadline.report_failure(caught.value)  # as a script that ends does, so that the other rank has all it is sent
-    return caught.value.message
-
-
-def test_ranks_that_freeze_different_parameters_are_named() -> None:
-    for message in run_ranks(freeze_alone, 2):
-        assert "pipeline rank 1 took another way" in message
-        assert "`a step with 4 frozen parameters" in message
+    assert "pipeline rank 1 took another way" in caught.value.message
+    assert "`a step with 4 frozen parameters" in caught.value.message

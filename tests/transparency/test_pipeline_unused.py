@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from tests.models import WIDTH, Case, block, vectors
+from tests.models import WIDTH, Case, block, by_torch, plainly, vectors
 from tests.train import Way, same
 
 # --- models, each with something aside that its step leaves out of the loss -------------------------------------------
@@ -19,8 +20,9 @@ from tests.train import Way, same
 class Aside(nn.Module):
     """A stem and a head, and layers in a row between them, over all ranks, whose outcome the loss leaves out."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[..., Tensor] = plainly) -> None:
         super().__init__()
+        self.call = call
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.row = nn.ModuleList([block() for _ in range(4)])
         self.head = nn.Linear(WIDTH, WIDTH)
@@ -30,16 +32,6 @@ class Aside(nn.Module):
         for layer in self.row:
             aside = aside + self.call(layer, aside)
         return self.head(x), aside
-
-    def call(self, layer: nn.Module, value: Tensor) -> Tensor:
-        result: Tensor = layer(value)
-        return result
-
-
-class Checkpointed(Aside):
-    def call(self, layer: nn.Module, value: Tensor) -> Tensor:
-        result: Tensor = checkpoint(layer, value, use_reentrant=False)
-        return result
 
 
 class TiedAside(Aside):
@@ -97,8 +89,7 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.mul_(2) if self.inplace else x
-        result: Tensor = Blocking.apply(x) * self.weight
-        return result
+        return Blocking.apply(x) * self.weight
 
 
 class Blocked(nn.Module):
@@ -137,7 +128,7 @@ def asked_step(model: Any, x: Tensor, y: Tensor) -> Any:
 
 CASES = {
     "layers in a row": Case(Aside, vectors, head_step),
-    "checkpointed by torch": Case(Checkpointed, vectors, head_step),
+    "checkpointed by torch": Case(partial(Aside, by_torch), vectors, head_step),
     "tied weights": Case(TiedAside, vectors, head_step),
     "one of two outputs": Case(OneOfTwo, vectors, head_step),
     "a layer that gives no gradient": Case(Blocked, vectors, head_step),

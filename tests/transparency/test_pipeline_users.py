@@ -6,6 +6,7 @@ import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,20 +17,12 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.testing.ranks import RankFailed
-from tests.models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
+from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, vectors
+from tests.models_of_others import EAGER, GROUPED, causal
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Way, run, same
-from tests.transparency.test_pipeline_gate import dealt, record
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
-    config = MixtralConfig(**sizes, **heads, num_local_experts=4)
-    config._experts_implementation = "eager"  # the others know no float64
-    return MixtralForCausalLM(config)
+from tests.transparency.test_pipeline_gate import dealt, placed_by, record
 
 
 def collecting_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
@@ -64,8 +57,7 @@ class SwishFunction(torch.autograd.Function):
 
 
 def swish(x: Tensor) -> Tensor:
-    result: Tensor = SwishFunction.apply(x)
-    return result
+    return SwishFunction.apply(x)
 
 
 class Swish(nn.Module):
@@ -90,12 +82,11 @@ def swishing() -> nn.Module:
     return nn.Sequential(block(), Swish(), block(), Surrogate(0.5), block(), Swish())
 
 
-class Remembering(nn.Module):
+class Remembering(Stack):
     """Registers a hook at its first call, and keeps a list."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block(), block()])
+        super().__init__(2)
         self.seen: list[int] = []
         self.hooked = False
 
@@ -104,9 +95,7 @@ class Remembering(nn.Module):
             self.layers[0].register_forward_hook(lambda _module, _args, out: 2 * out)
             self.hooked = True
         self.seen.append(len(self.seen))
-        for layer in self.layers:
-            x = layer(x)
-        return x + WIDTH * len(self.seen)
+        return super().forward(x) + WIDTH * len(self.seen)
 
 
 class Stateful(nn.Linear):
@@ -121,25 +110,17 @@ class Stateful(nn.Linear):
         return x
 
 
-class Ring(nn.Module):
+class Ring(Stack):
     """Goes round its layers three times: several microbatches are on their way through a layer at once."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
+    layer = staticmethod(functools.partial(Stateful, WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if isinstance(layer, Stateful):  # as recurrent and spiking models do before a sequence
-                layer.hidden = None
+            layer.hidden = None  # type: ignore[assignment]  # as recurrent and spiking models do before a sequence
         for _ in range(3):
-            for layer in self.layers:
-                x = layer(x)
+            x = super().forward(x)
         return x
-
-
-def stateful() -> nn.Module:
-    return Ring([Stateful(WIDTH, WIDTH) for _ in range(4)])
 
 
 def scripted() -> nn.Module:
@@ -168,8 +149,7 @@ class Extending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, self.kept = self.layers[0](x)
-        out: Tensor = self.layers[1](x)
-        return out
+        return self.layers[1](x)
 
 
 class Kept:
@@ -190,12 +170,8 @@ def likelihood_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-class Filling(nn.Module):
+class Filling(Stack):
     """Fills buffers of its own, as graph networks, mixtures of experts and decoders do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         gathered = torch.zeros(2 * len(x), WIDTH, dtype=x.dtype)
@@ -209,10 +185,12 @@ class Filling(nn.Module):
 
 
 PLACED = Way(pipeline=2, microbatches=2, placement=13)
-RING = Way(pipeline=2, placement=-1)
 ROWS = {
     # Each rank had what its own layers had collected: the loss of the routers missed all others'.
-    "outputs that Hugging Face collects by hooks": (Case(mixtral, tokens, collecting_step), PLACED),
+    "outputs that Hugging Face collects by hooks": (
+        replace(causal("Mixtral", GROUPED, num_local_experts=4, **EAGER), step=collecting_step),
+        PLACED,
+    ),
     # Parameters were NaN on the ranks that do not hold them.
     "weights as values": (Case(Reused, vectors, mse_step), PLACED),
     "custom Functions in modules without weights": (Case(swishing, vectors, mse_step), PLACED),
@@ -244,7 +222,8 @@ def test_it_trains_as_in_one_process(row: str) -> None:
 
 
 def test_a_fresh_tensor_that_values_of_layers_fill_is_planned_without_data() -> None:
-    graph = record(Case(Filling, vectors, mse_step), dealt)
+    case = Case(Filling, vectors, mse_step)
+    graph = record(case, placed_by(case, dealt))
     # The first rank fills both tensors, so each of the others sends it what it has made, once.
     assert [value.source.rank for value in graph.values if value.target.rank == 0] == [1, 2, 3]
 
@@ -271,36 +250,31 @@ class Counted(nn.Linear):
 def begin(*layers: nn.Module, around: nn.Module | None = None, **more: Any) -> Any:
     """Return a model of which each rank has some layers; without a module around them they follow each other."""
     degree = int(os.environ["WORLD_SIZE"])
-    given = {"pipeline_parallel_degree": degree, "auto_partition": False, "default_partition": 0, "ddp": True}
-    smp.init({"microbatches": 2, "skip_tracing": True, **given, **more})
+    placed = {"pipeline_parallel_degree": degree, "auto_partition": False, "default_partition": 0, "ddp": True}
+    smp.init({"microbatches": 2, "skip_tracing": True, **placed, **more})
     for number, layer in enumerate(layers):
         smp.set_partition(layer, number * degree // len(layers))
     return smp.DistributedModel(around or nn.Sequential(*layers))
 
 
-def count_calls() -> list[tuple[int, int, int]]:
-    """Return for each step how often this rank's layer, its hook on the output, and that on the input were called."""
+@on_ranks(3)
+def test_units_and_hooks_run_once_for_each_microbatch_from_the_first_step_on() -> None:
     layers = [Counted() for _ in range(3)]
-    model, counts = begin(*layers, microbatches=4), []
+    model = begin(*layers, microbatches=4)
     for _ in range(4):
         smp.step(mse_step)(model, torch.ones(8, WIDTH), torch.ones(8, WIDTH))
         calls = layers[smp.pp_rank()].calls
-        counts.append((calls.count("forward"), calls.count("output"), calls.count("input")))
+        assert (calls.count("forward"), calls.count("output")) == (4, 4)
+        assert calls.count("input") == (4 if smp.pp_rank() else 0)  # the model's own needs no gradient
         calls.clear()
     assert not any(layer.calls for layer in layers)
-    return counts
 
 
-def test_units_and_hooks_run_once_for_each_microbatch_from_the_first_step_on() -> None:
-    assert run_ranks(count_calls, 3) == [[(4, 4, 0)] * 4, [(4, 4, 4)] * 4, [(4, 4, 4)] * 4]
-
-
-class Fetching(nn.Module):
+class Fetching(Stack):
     """Keeps what backward needs under hooks, around layers of several ranks, and counts how often each is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([block() for _ in range(4)])
         self.fetched: list[int] = []
 
     def fetch(self, kept: tuple[int, Tensor]) -> Tensor:
@@ -318,33 +292,13 @@ class Fetching(nn.Module):
         return x
 
 
-def most_fetches() -> int:
+@on_ranks(2)
+def test_a_split_backward_fetches_once_what_hooks_around_several_ranks_keep() -> None:
+    # Segments that began inside the hooks were walked through twice.
     module = Fetching()
     model = begin(*module.layers, around=module, microbatches=3, pipeline="zero_bubble")
     smp.step(mse_step)(model, torch.ones(6, WIDTH), torch.ones(6, WIDTH))
-    return max(module.fetched)
-
-
-def test_a_split_backward_fetches_once_what_hooks_around_several_ranks_keep() -> None:
-    # Segments that began inside the hooks were walked through twice.
-    assert run_ranks(most_fetches, 2) == [1, 1]
-
-
-class Centred(nn.Module):
-    """Keeps a running mean beside the layer in it, as the module around a unit."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        with torch.no_grad():
-            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
-        return x - self.mean
+    assert max(module.fetched) == 1
 
 
 class Centring(nn.Module):
@@ -362,30 +316,38 @@ class Centring(nn.Module):
         return x - self.mean
 
 
+class Centred(Centring):
+    """Keeps a running mean beside the layer in it, as the module around a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.linear(x))
+
+
 CENTRED: dict[str, Callable[[], nn.Module]] = {
     "around a unit": Centred,
     "beside a unit": lambda: nn.Sequential(OrderedDict(linear=nn.Linear(WIDTH, WIDTH), centring=Centring())),
 }
 
 
-def whole_and_own_buffers(name: str) -> tuple[bool, int, int, bool]:
-    """Return whether a state dict has what training made of a buffer, and how many of them each rank has."""
+@pytest.mark.parametrize("name", CENTRED)
+@on_ranks(2)
+def test_buffers_in_a_module_of_one_rank_are_those_of_the_rank_that_changes_them(name: str) -> None:
+    # A state dict had them as the last rank had them: as they were at first.
     model = begin(CENTRED[name](), block())
     smp.step(mse_step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
     whole = model.state_dict()
     [mean] = [each for key, each in whole.items() if key.endswith("mean")]
-    in_part = sum(key.endswith("mean") for key in model.local_state_dict())
-    changed, num_own = bool(mean.abs().sum() > 0), len(list(model.local_named_buffers()))
+    assert mean.abs().sum() > 0
+    num_own = 1 - smp.pp_rank()
+    assert sum(key.endswith("mean") for key in model.local_state_dict()) == num_own
+    assert len(list(model.local_named_buffers())) == num_own
     model.load_state_dict({key: torch.full_like(each, 2.0) for key, each in whole.items()})
-    is_loaded = all(bool((each == 2).all()) for each in model.buffers() if each.device.type != "meta")
+    assert all(bool((each == 2).all()) for each in model.buffers() if each.device.type != "meta")
     smp.barrier()
-    return changed, num_own, in_part, is_loaded
-
-
-@pytest.mark.parametrize("name", CENTRED)
-def test_buffers_in_a_module_of_one_rank_are_those_of_the_rank_that_changes_them(name: str) -> None:
-    # A state dict had them as the last rank had them: as they were at first.
-    assert run_ranks(whole_and_own_buffers, 2, name) == [(True, 1, 1, True), (True, 0, 0, True)]
 
 
 # --- what cannot work is refused --------------------------------------------------------------------------------------
@@ -422,34 +384,6 @@ def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
     return loss if smp.pp_rank() == 0 else None
 
 
-REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "a loss kept as an attribute": (noted_step, "return it from the module's forward", {}),
-    "a gradient penalty": (gradient_step, "take others inside a torch.nn.Module", {}),
-    "a result on one rank only": (returning_step, "returned other things from the step", {}),
-    # It trained, though `smpkit plan` showed no backward.
-    "a backward where none is planned": (mse_step, "`pipeline: _only_forward`", {"pipeline": "_only_forward"}),
-}
-
-
-def take_step(step: Any, more: dict[str, Any]) -> None:
-    smp.step(step)(begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
-    step, hint, more = REFUSED[name]
-    with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
-        run_ranks(take_step, 2, step, more)
-    assert hint in str(caught.value)
-
-
-def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:
-    # Microbatches mixed what modules keep: the losses were other ones, without a word.
-    message = r"`layers\.\d\.hidden`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
-    with pytest.raises(RankFailed, match=message):
-        run(Case(stateful, vectors, mse_step), RING)
-
-
 def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     model(x)
     loss: Tensor = (model.module.kept.values[0] - y).square().mean()
@@ -459,29 +393,6 @@ def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def summed(x: Tensor) -> float:
     return x.sum().item()
-
-
-RETURNED: dict[str, tuple[Callable[[Tensor], object], Any, str]] = {
-    # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
-    "an object": (Kept, looking_step, "`layers.0` returned an object of the type Kept"),
-    "another number": (summed, mse_step, "`layers.0` returned 12.0 the first time and 24.0 now"),
-}
-
-
-def return_more(more: Callable[[Tensor], object], step: Any) -> None:
-    module = Extending(more)
-    nn.init.eye_(module.layers[0].weight)  # type: ignore[arg-type]
-    nn.init.zeros_(module.layers[0].bias)  # type: ignore[arg-type]
-    x = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, WIDTH)
-    smp.step(step)(begin(*module.layers, around=module), x, x)
-
-
-@pytest.mark.parametrize("name", RETURNED)
-def test_what_other_ranks_cannot_have_of_a_result_is_refused_by_name(name: str) -> None:
-    more, step, message = RETURNED[name]
-    with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
-        run_ranks(return_more, 2, more, step)
-    assert message in str(caught.value)
 
 
 class Writing(nn.Linear):
@@ -502,8 +413,7 @@ class Reading(nn.Linear):
         self.others = [other]
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = super().forward(x) * self.others[0].left
-        return result
+        return super().forward(x) * self.others[0].left
 
 
 class Leaving(nn.Linear):
@@ -516,53 +426,99 @@ class Leaving(nn.Linear):
         return self.left
 
 
-class Between(nn.Module):
+class Between(Centring):
     """Hands values on between its two layers in other ways than by arguments and results."""
-
-    mean: Tensor
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.first, self.second = first, second
-        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.first, Writing):
             seen: dict[str, Tensor] = {}
-            out: Tensor = self.second(self.first(x, seen)) + seen["first"]
-            return out
-        out = self.second(self.first(x))
-        with torch.no_grad():
-            self.mean = 0.5 * self.mean + 0.5 * out.mean(0)
-        return out - self.mean
+            return self.second(self.first(x, seen)) + seen["first"]
+        return super().forward(self.second(self.first(x)))
 
 
-def leaving_and_reading() -> tuple[nn.Module, nn.Module]:
+def noting(**more: Any) -> Any:
+    return begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more)
+
+
+def extending(more: Callable[[Tensor], object]) -> Any:
+    """Return a model whose first layer passes its input on."""
+    module = Extending(more)
+    nn.init.eye_(module.layers[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(module.layers[0].bias)  # type: ignore[arg-type]
+    return begin(*module.layers, around=module)
+
+
+def between(first: nn.Module, second: nn.Module) -> Any:
+    return begin(first, second, around=Between(first, second))
+
+
+def leaving_and_reading() -> Any:
     first = Leaving(WIDTH, WIDTH)
-    return first, Reading(first)
+    return between(first, Reading(first))
 
 
-HANDED_ON: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], str]] = {
-    "in a dict": (lambda: (Writing(WIDTH, WIDTH), block()), "UsageError: `first` wrote into a dict, a list or a data"),
-    "as an attribute": (leaving_and_reading, "what layers of this pipeline rank have left in them"),
-    "in a buffer": (
-        lambda: (block(), block()),
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "a loss kept as an attribute": (noting, noted_step, "return it from the module's forward"),
+    "a gradient penalty": (noting, gradient_step, "take others inside a torch.nn.Module"),
+    "a result on one rank only": (noting, returning_step, "returned other things from the step"),
+    # It trained, though `smpkit plan` showed no backward.
+    "a backward where none is planned": (
+        functools.partial(noting, pipeline="_only_forward"),
+        mse_step,
+        "`pipeline: _only_forward`",
+    ),
+    # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
+    "an object that a layer returns": (
+        functools.partial(extending, Kept),
+        looking_step,
+        "`layers.0` returned an object of the type Kept",
+    ),
+    "another number that a layer returns": (
+        functools.partial(extending, summed),
+        mse_step,
+        "`layers.0` returned 12.0 the first time and 24.0 now",
+    ),
+    # Ranks ended with a KeyError and a TypeError of None; the buffer was another one in each checkpoint.
+    "a value handed on in a dict": (
+        lambda: between(Writing(WIDTH, WIDTH), block()),
+        mse_step,
+        "UsageError: `first` wrote into a dict, a list or a data",
+    ),
+    "a value handed on as an attribute": (
+        leaving_and_reading,
+        mse_step,
+        "what layers of this pipeline rank have left in them",
+    ),
+    "a value handed on in a buffer": (
+        lambda: between(block(), block()),
+        mse_step,
         "the buffer `mean` of the model was assigned a value that",
     ),
 }
 
 
-def hand_on(name: str) -> None:
-    layers = HANDED_ON[name][0]()
-    smp.step(mse_step)(begin(*layers, around=Between(*layers)), torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+def take_step(name: str) -> None:
+    build, step, _ = REFUSED[name]
+    x = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, WIDTH)
+    smp.step(step)(build(), x, x)
 
 
-@pytest.mark.parametrize("name", HANDED_ON)
-def test_what_layers_hand_on_beside_arguments_and_results_is_refused(name: str) -> None:
-    # Ranks ended with a KeyError and a TypeError of None; the buffer was another one in each checkpoint.
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(RankFailed) as caught:
-        run_ranks(hand_on, 2, name)
-    assert HANDED_ON[name][1] in str(caught.value)
+        run_ranks(take_step, 2, name)
+    assert REFUSED[name][2] in str(caught.value)
+
+
+def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:
+    # Microbatches mixed what modules keep: the losses were other ones, without a word.
+    message = r"`layers\.\d\.hidden`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
+    with pytest.raises(RankFailed, match=message):
+        run(Case(Ring, vectors, mse_step), Way(pipeline=2, placement=-1))
 
 
 def train_on_ten() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 
 from smpkit.testing.ranks import RankFailed
-from tests.models import LENGTH, TOKENS, WIDTH, Case, block, mse_step, tokens, vectors
+from tests.models import LENGTH, TOKENS, WIDTH, Case, Stack, block, mse_step, tokens, vectors, with_residuals
+from tests.pairwise import slow
 from tests.train import Way, run, same
 
 # --- which module gets what -------------------------------------------------------------------------------------------
@@ -45,10 +47,7 @@ class Mixing(nn.Module):
         self.layers = nn.ModuleList([Experts() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+        return with_residuals([self.first, *self.layers], x)
 
 
 class Adaptive(nn.Module):
@@ -100,8 +99,7 @@ class Packed(nn.Module):
         packed, (last, _) = self.lstm(packed)
         packed, _ = self.gru(packed)
         padded, _ = rnn.pad_packed_sequence(packed, batch_first=True)
-        result: Tensor = self.head(padded).sum(1) + last[-1]
-        return result
+        return self.head(padded).sum(1) + last[-1]
 
 
 class Packing(nn.Linear):
@@ -121,14 +119,10 @@ class PackedInside(Packed):
         return self.head(rnn.pad_packed_sequence(packed, batch_first=True)[0].sum(1))
 
 
-class Masked(nn.Module):
+class Masked(Stack):
     """Goes on with what masks choose, which is more or less from one microbatch to the next."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block() for _ in range(4)])
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         mask = torch.arange(LENGTH) < lengths[:, None]
         x = self.layers[1](self.layers[0](x))
         chosen = self.layers[2](x[mask])
@@ -137,21 +131,16 @@ class Masked(nn.Module):
         return torch.zeros_like(x[:, 0]).index_add(0, mask.nonzero()[:, 0], parts) + some
 
 
-class Sliced(nn.Module):
+class Sliced(Stack):
     """Bounds slices by what a layer has made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block() for _ in range(3)])
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         x = self.layers[0](x)
         half = (x.detach().abs().max() > 0).long() * (LENGTH // 2)
         left, right = x[:, :half].sum(1), x[:, half:, half]
         left = left.clone()
         left[half:] = 0.5
-        result: Tensor = self.layers[2](self.layers[1](left + right.sum(1, keepdim=True)))
-        return result
+        return self.layers[2](self.layers[1](left + right.sum(1, keepdim=True)))
 
 
 CASES = {
@@ -161,22 +150,20 @@ CASES = {
     "packed": Case(Packed, ragged, length_step),
     "packed by a layer": Case(PackedInside, even, length_step),
     "masked": Case(Masked, ragged, length_step),
-    "sliced": Case(Sliced, ragged, length_step),
+    "sliced": Case(partial(Sliced, 3), ragged, length_step),
 }
 
 
 WAY = Way(pipeline=2, microbatches=2, batches=(8, 4))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_trains_as_in_one_process(case: str) -> None:
-    same(CASES[case], replace(WAY, traced=True))
+ROWS = [(case, replace(WAY, traced=True)) for case in CASES]
+MORE = [(case, replace(WAY, placement=11, config={"pipeline": "simple"})) for case in CASES]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_it_trains_wherever_its_layers_are(case: str) -> None:
-    same(CASES[case], replace(WAY, placement=11, config={"pipeline": "simple"}))
+@pytest.mark.parametrize(("case", "way"), [*ROWS, *slow(MORE)], ids=str)
+def test_it_trains_as_in_one_process(case: str, way: Way) -> None:
+    same(CASES[case], way)
 
 
 def test_shapes_that_one_rank_alone_knows_are_refused() -> None:

@@ -58,8 +58,7 @@ def load(model: str, way: Way, folder: Path) -> Values:
         smp.load_pretrained(folder / "out")
         if way.pipeline > 1:  # it knows in its first step what it holds
             smp.step(case.step)(trained.model, *batch(case, 0, 4))
-        found: Values = trained.model.original_state_dict()
-        return found
+        return trained.model.original_state_dict()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -91,8 +90,7 @@ def loaded_by_transformers(folder: Path) -> Values:
     model, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    state: Values = model.state_dict()
-    return state
+    return model.state_dict()
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------

@@ -19,15 +19,16 @@ from smpkit.errors import UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Trace, Training, Way, batch, build, differ, reference, same, trace_of, world
 
 CASE = MODELS["tied by a function"]
 
 
-def way_of(*, replicas: int = 2, degree: int = 2, config: dict[str, Any] | None = None, **more: Any) -> Way:
+def way_of(*, replicas: int = 2, config: dict[str, Any] | None = None, **more: Any) -> Way:
     # Small parameters are not divided unless told.
-    given = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 0, **(config or {})}
-    return Way(**{"replicas": replicas, "microbatches": 2, "optimizer": "AdamW", "config": given, **more})
+    sharding = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, **(config or {})}
+    return Way(**{"replicas": replicas, "microbatches": 2, "optimizer": "AdamW", "config": sharding, **more})
 
 
 def checkpoint(module: Any) -> None:
@@ -156,8 +157,7 @@ class PartlyFloat32(nn.Module):
             assert isinstance(block, nn.ModuleDict)
             grown = block["norm"](block["grow"](x))
             x = x + grown * block["gate"](x.float()).sigmoid().to(x.dtype)
-        result: Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
 
 PARTLY = Case(PartlyFloat32, vectors, mse_step, torch.float32)
@@ -224,14 +224,11 @@ def test_half_precision_computes_with_copies_of_weights_in_float32(precision: st
         torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-def wrap_in_half() -> set[torch.dtype]:
+@on_ranks(2)
+def test_a_model_that_is_made_in_half_precision_has_weights_in_float32() -> None:
     with world(way_of(config={"bf16": True})):
         model = smp.DistributedModel(build(CASE).to(torch.bfloat16))
-        return {each.dtype for each in model.parameters()}
-
-
-def test_a_model_that_is_made_in_half_precision_has_weights_in_float32() -> None:
-    assert run_ranks(wrap_in_half, 2) == [{torch.float32}] * 2
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
 # --- models without memory --------------------------------------------------------------------------------------------
@@ -254,18 +251,14 @@ def watching_block() -> nn.Module:
     return nn.Sequential(Watching(WIDTH, WIDTH), Watching(WIDTH, WIDTH))
 
 
-def wrap_delayed() -> int:
+@on_ranks(2)
+def test_a_model_without_memory_is_created_in_parts() -> None:
     with world(way_of()):
         with smp.delay_param_initialization():
             module = nn.Sequential(*[watching_block() for _ in range(4)])
+        block = sum(each.numel() for each in module[0].parameters())
         smp.DistributedModel(module)
-        return max(Watching.peaks)
-
-
-def test_a_model_without_memory_is_created_in_parts() -> None:
-    block = sum(each.numel() for each in watching_block().parameters())
-    for peak in run_ranks(wrap_delayed, 2):
-        assert 0 < peak < 2 * block
+        assert 0 < max(Watching.peaks) < 2 * block
 
 
 # --- failing ----------------------------------------------------------------------------------------------------------
@@ -276,23 +269,17 @@ def raising(model: Any, ids: Tensor, labels: Tensor) -> None:
     raise ZeroDivisionError
 
 
-def fail_and_try_again() -> list[str]:
+@on_ranks(2)
+def test_after_a_failed_pass_training_cannot_go_on() -> None:
     way = way_of()
     with world(way):
         script = Training(CASE, way)
         with pytest.raises(ZeroDivisionError):
             smp.step(raising)(script.model, *batch(CASE, 0, 8))
-        messages = []
         for again in (lambda: script.run(0), lambda: script.model(batch(CASE, 0, 8)[0])):
             with pytest.raises(UsageError) as caught:
                 again()
-            messages.append(caught.value.message)
-        return messages
-
-
-def test_after_a_failed_pass_training_cannot_go_on() -> None:
-    message = "a step failed, and sharded data parallelism cannot go on after that"
-    assert run_ranks(fail_and_try_again, 2) == [[message] * 2] * 2
+            assert caught.value.message == "a step failed, and sharded data parallelism cannot go on after that"
 
 
 # --- what scripts see and say -----------------------------------------------------------------------------------------

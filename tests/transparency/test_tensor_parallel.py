@@ -16,7 +16,7 @@ import smpkit.torch as smp
 from smpkit.torch.placement.delayed import initialize
 from tests.chosen_device import chosen_device
 from tests.models import CASES, Case, Loop, mse_step, vectors
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, slow
 from tests.train import Way, differ, same
 
 TOKENS, LENGTH = 17, 8  # a vocabulary that ranks cannot divide evenly
@@ -123,7 +123,7 @@ GRID = [row(*pair) for pair in pairwise([AXES[0], DEGREES, *AXES[2:], [False, Tr
     [
         *ROWS,
         *(pytest.param(*each, id=f"schedule {number}") for number, each in enumerate(OTHER_SCHEDULES)),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in GRID if each not in ROWS),
+        *slow(each for each in GRID if each not in ROWS),
     ],
     ids=str,
 )

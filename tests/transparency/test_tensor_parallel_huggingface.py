@@ -12,7 +12,8 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from tests.models_of_others import DIVISIBLE, PARTLY_DIVIDED
-from tests.ranks import run_ranks
+from tests.pairwise import slow
+from tests.torch.steps import on_ranks
 from tests.train import Way, batch, build, same
 
 TOLERANCE = 1e-6  # Hugging Face computes losses, norms and some scores in float32
@@ -65,7 +66,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way"), FEW, ids=str)
+@pytest.mark.parametrize(("name", "way"), [*FEW, *slow(MORE)], ids=str)
 def test_a_model_trains_as_in_one_process(name: str, way: Way) -> None:
     same(DIVISIBLE[name], way, tolerance=TOLERANCE)
 
@@ -81,13 +82,8 @@ def test_a_model_of_which_parts_stay_whole_trains_as_in_one_process(name: str, w
     same(PARTLY_DIVIDED[name], replace(way, batches=(8,)), tolerance=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), MORE, ids=str)
-def test_every_model_trains_as_in_one_process(name: str, way: Way) -> None:
-    same(DIVISIBLE[name], way, tolerance=TOLERANCE)
-
-
-def outputs_of_divided_layers() -> None:
+@on_ranks(2)
+def test_outputs_of_divided_layers_are_refused() -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "memory"})
     case = DIVISIBLE["Llama"]
     module = build(case)
@@ -99,7 +95,3 @@ def outputs_of_divided_layers() -> None:
     with pytest.raises(UnsupportedError, match=r"asked for `output_attentions`, but .* some of the heads"):
         model(input_ids=ids, output_attentions=True)
     smp.shutdown()
-
-
-def test_outputs_of_divided_layers_are_refused() -> None:
-    run_ranks(outputs_of_divided_layers, 2)

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 import smpkit.torch as smp
 from smpkit.torch.tensor_parallel.module import initialize_shard
 from tests.models import Case
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, slow
 from tests.ranks import run_ranks
 from tests.train import TOLERANCE, Way, batch, build, same, world
 from tests.transparency import tensor_parallel_plain as plain
@@ -123,14 +123,13 @@ def layer(kind: str = "Layer", **options: Any) -> Part:
     compute = plain.layer if kind == "Layer" else plain.transformer
 
     def call(module: nn.Module, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
-        result: Tensor = module((x, states, mask, cross_mask) if has_cross else (x, mask))[0]
-        return result
+        return module((x, states, mask, cross_mask) if has_cross else (x, mask))[0]
 
     def plainly(state: plain.State, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
         return compute(state, x, states if has_cross else None, mask, cross_mask if has_cross else None, sizes)
 
-    made = smp.nn.DistributedTransformerLayer if kind == "Layer" else smp.nn.DistributedTransformer
-    return Part(lambda: made(**sizes, **DROPOUTS), call, plainly)
+    module_class = smp.nn.DistributedTransformerLayer if kind == "Layer" else smp.nn.DistributedTransformer
+    return Part(lambda: module_class(**sizes, **DROPOUTS), call, plainly)
 
 
 LAYER = {
@@ -191,15 +190,15 @@ class Kind(nn.Module):
             initialize_shard(each, lambda whole: nn.init.normal_(whole, std=0.3))
 
     def forward(self, *batch: Tensor) -> dict[str, Tensor]:
-        given = [self.first(each) if each.is_floating_point() and each.dim() == 3 else each for each in batch]
-        return {name: part.call(self.parts[name], *given) for name, part in KINDS[self.kind].items()}
+        inputs = [self.first(each) if each.is_floating_point() and each.dim() == 3 else each for each in batch]
+        return {name: part.call(self.parts[name], *inputs) for name, part in KINDS[self.kind].items()}
 
 
 def plainly(kind: str, state: plain.State, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return what `Kind` does, in plain PyTorch."""
     is_states = [each.is_floating_point() and each.dim() == 3 for each in batch]
-    given = [plain.linear(state, "first", each) if is_s else each for each, is_s in zip(batch, is_states, strict=True)]
-    return {name: part.plainly(plain.below(state, f"parts.{name}."), *given) for name, part in KINDS[kind].items()}
+    inputs = [plain.linear(state, "first", each) if is_s else each for each, is_s in zip(batch, is_states, strict=True)]
+    return {name: part.plainly(plain.below(state, f"parts.{name}."), *inputs) for name, part in KINDS[kind].items()}
 
 
 CASES = {
@@ -246,8 +245,6 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in GRID if row not in ROWS)], ids=str
-)
+@pytest.mark.parametrize(("kind", "way"), [*ROWS, *slow(row for row in GRID if row not in ROWS)], ids=str)
 def test_several_ranks_equal_one(kind: str, way: Way) -> None:
     same(CASES[kind], way)

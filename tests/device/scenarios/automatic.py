@@ -14,14 +14,15 @@ from torch import Tensor
 import smpkit.torch as smp
 from smpkit.torch.offload import link
 from tests.device.scenarios.common import WIDTH, add, assert_same
-from tests.device.scenarios.steps import Stack, smp_step
+from tests.device.scenarios.steps import Stack
+from tests.torch.steps import train_step
 
 ROOM_OF_A_STAGE = 275_000
 """Bytes with which the second stage of `smp_chosen_by_stages` keeps two of its three layers: the first its only one."""
 
 
 def smp_choose(
-    config: Mapping[str, Any], strategy: str, room: int = 0, steps: int = 7
+    config: Mapping[str, Any], strategy: str, room: int = 0
 ) -> tuple[list[Tensor], int, list[dict[str, str]]]:
     """Train; return losses and gradients of all steps, the peak of the last, and what layers did in each.
 
@@ -41,12 +42,12 @@ def smp_choose(
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), foreach=False))
     found, choices = [], []
-    for number in range(steps):
+    for number in range(7):
         torch.manual_seed(number)
         optimizer.zero_grad()
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        loss = smp_step(model, x.clone())
+        loss = train_step(model, x.clone())
         found.append(loss.reduce_mean().detach().cpu())
         found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
         optimizer.step()

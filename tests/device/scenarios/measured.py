@@ -26,7 +26,7 @@ from smpkit.torch.placement.measure import measure_times
 from smpkit.torch.placement.trace import TrialStep
 from smpkit.torch.recording import recorder
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
-from tests.device.scenarios.steps import smp_step
+from tests.torch.steps import train_step
 
 _FORWARD, _BACKWARD, _MESSAGE = 1e-3, 2e-3, 5e-3
 """Seconds; of a layer, and of a message between two ranks."""
@@ -55,8 +55,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Long.apply(self.linear(x))
-        return out
+        return _Long.apply(self.linear(x))
 
 
 def _now_ns() -> int:
@@ -147,7 +146,7 @@ def stalls_of_recorded_steps() -> None:
         wrapped: Any = smp.DistributedModel(model)
     with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)):
         for _ in range(8):
-            smp_step(wrapped, x)
+            train_step(wrapped, x)
         latest = recorder.latest_recorder()
         assert latest is not None
         split, offloaded = latest.meter.split(), smp.offload_report()
@@ -180,7 +179,7 @@ def pipeline() -> None:
         for _ in range(3):
             actions.clear()
             received.clear()
-            smp_step(model, x)
+            train_step(model, x)
             assert model.pipeline._executor is not None
             model.pipeline._executor.record(note_action, note_message)
         is_first = smp.pp_rank() == 0

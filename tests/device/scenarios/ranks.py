@@ -110,8 +110,7 @@ def evaluated_halves(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 @smp.step
 def second_half(model: Any, x: Tensor) -> Tensor:
     """Return what the second rank makes, which then waits for nothing of the first."""
-    second: Tensor = model(x)[1]
-    return second
+    return model(x)[1]
 
 
 def trained_with_waits_of_others() -> list[Tensor]:

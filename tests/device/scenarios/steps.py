@@ -25,6 +25,7 @@ from smpkit.torch.memory import Fitted, fit
 from smpkit.torch.offload import link
 from tests.device.scenarios.activations import make, train_step
 from tests.device.scenarios.common import WIDTH, add, assert_same, rows
+from tests.torch.steps import train_step as smp_step
 
 
 class Small(nn.Module):
@@ -65,14 +66,6 @@ def broken(model: nn.Module, kind: type[nn.Module]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@smp.step
-def smp_step(model: Any, x: Tensor) -> Tensor:
-    """Run one microbatch."""
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def smp_train(config: Mapping[str, Any], strategy: str, dropout: float, *, nested: bool, fails: str) -> list[Tensor]:
