@@ -74,9 +74,9 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
     prepare_rank()
     smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})
     model, optimizer, x = _made(width, num_layers)
+    folder = _common_folder()  # one for all turns, as a training has one for all its saves
 
     def turn(save: Save) -> tuple[float, ...]:
-        folder = _common_folder()
         start, cpu = time.perf_counter(), time.process_time()
         end = save(folder)
         held = time.perf_counter() - start
@@ -90,13 +90,16 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         dist.all_reduce(both)
         if smp.rank() == 0:
-            shutil.rmtree(folder)
+            for saved in folder.iterdir():
+                shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
         return (*slowest.tolist(), both.item())
 
     saves: dict[str, Save] = {NO_SAVE: lambda _: lambda: None}
     turn(saves[NO_SAVE])  # makes the optimizer's states
     saves |= contestants(model, optimizer)
     times = take_turns({name: partial(turn, save) for name, save in saves.items()}, turns)
+    if smp.rank() == 0:
+        folder.rmdir()
     return {"times": times, "MiB": _sizes(model, optimizer)}
 
 

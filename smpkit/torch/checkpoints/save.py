@@ -54,6 +54,7 @@ from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import run_deferred_loads
 
 USER_CONTENT = "user_content"
+_VERSION = metadata.version("smpkit")
 
 
 def save_checkpoint(
@@ -291,7 +292,7 @@ def _about(model: DistributedModel) -> dict[str, Any]:
     return {
         "degrees": degrees(),
         "precision": precision(),
-        "smpkit": metadata.version("smpkit"),
+        "smpkit": _VERSION,
         "random": dict(model.random_state()),
         "partition": None if assignment is None else str(assignment.to_json()),
     }
