@@ -147,13 +147,6 @@ json.dump(seen, open("seen.json", "w"))
     }
 
 
-def test_failure_comes_back_with_the_exit_code(tmp_path: Path) -> None:
-    done = run(tmp_path, "import sys; sys.exit(3)")
-    assert done.exit_code == 3
-    assert done.failure is not None
-    assert done.failure.startswith("the script exited with code 3\nrank 0 on algo-1, exit 3")
-
-
 def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "lib").mkdir()
