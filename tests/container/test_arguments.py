@@ -6,7 +6,8 @@ from smpkit_container.variables import script_arguments
 def test_hyperparameters_become_sorted_arguments() -> None:
     values = {"lr": 0.001, "epochs": 3, "flag": True, "name": "a b", "e": 1, "none": None, "d": {"b": 1, "a": None}}
     assert script_arguments(values) == [
-        "-d", '{"a": null, "b": 1}', "-e", "1", "--epochs", "3", "--flag", "True", "--lr", "0.001", "--name", "a b", "--none", "",
+        "-d", '{"a": null, "b": 1}',
+        "-e", "1", "--epochs", "3", "--flag", "True", "--lr", "0.001", "--name", "a b", "--none", "",
     ]  # fmt: skip
 
 
