@@ -121,12 +121,6 @@ def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_p
     assert [entry.name for entry in planned.sources.entries] == ["lib/a.py", "train.py"]
 
 
-def test_parameters_that_are_too_long_are_refused(make: MakeEstimator) -> None:
-    long = {"enabled": True, "parameters": {**SMP, "partition_file": "/x" * 1500}, "mpi": MPI}
-    with pytest.raises(ConfigError, match=r"modelparallel\.parameters: has 3,\d+ characters, SageMaker takes at most"):
-        make(distribution=long).plan()
-
-
 def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:
     planned = make(source_dir="s3://bucket/code/sourcedir.tar.gz").plan()
     assert json.loads(planned.body["HyperParameters"]["sagemaker_submit_directory"]) == planned.source

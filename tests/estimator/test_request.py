@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from smpkit.config.job import JobConfig
 from smpkit_estimator.arguments import TrainingInput, channels, job_from_arguments
 from smpkit_estimator.aws import request_shape
+from smpkit_estimator.hyperparameters import distribution_hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import TrainingPlan, build_request
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
@@ -87,3 +89,31 @@ def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
     if isolation:
         assert channels["smpkit_token"]["S3DataSource"]["S3Uri"] == uri
     assert "smpkit_token" not in str(build_request(job, **CONTEXT))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "expected"),
+    [
+        (
+            {"torch_distributed": {"enabled": True, "processes_per_host": 2}},
+            {
+                "sagemaker_torch_distributed_enabled": "true",
+                "sagemaker_instance_type": '"local"',
+                "sagemaker_smpkit_processes_per_host": "2",
+            },
+        ),
+        ({"mpi": {"enabled": False}}, {}),
+    ],
+    ids=["torchrun", "disabled"],
+)
+def test_a_distribution_on_the_wire(distribution: dict[str, Any], expected: dict[str, str]) -> None:
+    job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
+    assert distribution_hyperparameters(job) == expected
+
+
+@pytest.mark.parametrize("key", ["partitions", "pipeline_parallel_degree"])
+def test_parameters_keep_the_users_own_keys(key: str) -> None:
+    """Hugging Face looks for `partitions`, and it is the user's word for it that must arrive."""
+    distribution = {"enabled": True, "parameters": {key: 2}}
+    job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
+    assert json.loads(distribution_hyperparameters(job)["mp_parameters"]) == {key: 2}
