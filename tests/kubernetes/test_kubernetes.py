@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import signal
 import tarfile
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from tests.job_contract import (
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,
     a_job_that_succeeds,
+    a_long_log_is_followed_whole,
     a_report_of_it,
     uninterrupted,
 )
@@ -239,12 +239,7 @@ def test_a_log_is_followed_whole(user: User) -> None:
         "import os, time\nfor n in range(20_000):\n    print('line', os.environ['RANK'], n)\n"
         "    if n % 5000 == 0: time.sleep(1)"
     )
-    done = user.run("submit", "job.yaml", "--name", "long", "--follow")
-    for rank in range(2):
-        numbers = re.findall(rf"\[rank {rank}\] line {rank} (\d+)$", done.stdout, re.MULTILINE)
-        assert [int(number) for number in numbers] == list(range(20_000))
-    tail = user.run("logs", "long", "--host", "pod-1", "--tail", "2").stdout.splitlines()
-    assert tail == [f"pod-1 [rank 1] line 1 {number}" for number in (19_998, 19_999)]
+    a_long_log_is_followed_whole(user.run, "pod-1", 20_000)
 
 
 # ---- what is refused, and what is looked at ----------------------------------------------------------------------
