@@ -119,12 +119,6 @@ def test_without_a_cluster_a_dry_run_says_what_it_could_not_know(user: User, mon
     assert "KUBECONFIG names the file" in refused.stderr
 
 
-def test_a_jobset_is_refused_by_name(user: User) -> None:
-    user.write(kubernetes={"workload": "jobset"})
-    refused = user.run("submit", "job.yaml", code=2).stderr
-    assert "backend.kubernetes.workload: is always an Indexed Job" in refused
-
-
 # ---- what a job is -----------------------------------------------------------------------------------------------
 
 
@@ -257,6 +251,9 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
         assert words in refused
     user.write("", kubernetes={"volumes": [{"mount": "/opt/ml", "claim": "a", "nfs": "server:/a"}]})
     assert "has claim and nfs" in user.run("submit", "job.yaml", code=2).stderr
+    user.write("", kubernetes={"workload": "jobset"})
+    refused = user.run("submit", "job.yaml", code=2).stderr
+    assert "backend.kubernetes.workload: is always an Indexed Job" in refused
     assert not user.cluster.objects
 
 
