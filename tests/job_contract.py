@@ -252,16 +252,3 @@ class OnThisMachine:
         return subprocess.Popen(
             command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-
-
-def a_rank_that_fails_ends_all(place: OnThisMachine, host: str | None = None) -> None:
-    """What `a_job_that_fails` shows of managed jobs: exit code 1, and the exception of the rank that raised.
-
-    Args:
-        host: where that rank ran; None: on the only one, which is not named.
-    """
-    process = place.start("fails", **{"fail-on-rank": 1})
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert re.search(rf"Failed after .*\(rank 1{f' on {host}' if host else ''}, exit 1\)", err), err
-    assert "ValueError: bad batch" in err

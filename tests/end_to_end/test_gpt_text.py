@@ -102,13 +102,3 @@ def test_three_dimensions_as_they_are_run(job: Path) -> None:
     ranks = read_summary(folder).ranks
     assert [each.rank for each in ranks] == [*range(8)]
     assert all(0 < each.peak.weights < 0.3 * 4 * 865_024 for each in ranks), "a quarter each, and what several hold"
-
-
-@pytest.mark.slow
-def test_recomputing_its_blocks_changes_nothing(job: Path) -> None:
-    losses = []
-    for recompute in ("none", "each"):
-        shutil.rmtree(job.parent / "runs", ignore_errors=True)
-        output, _ = run(job, 4, "--set", f"hyperparameters.recompute={recompute}")
-        losses.append(re.findall(r"loss [\d.]+(?: -> [\d.]+)?", output))
-    assert losses[0] == losses[1] != []
