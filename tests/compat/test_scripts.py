@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.commands import run_on_ranks, run_script
+from tests.compat.commands import run_on_ranks
 
 
-def _run(
-    script: str, folder: Path, *arguments: str, ranks: int, parameters: dict[str, Any], through_compat: bool = False
-) -> dict[str, Any]:
+def _run(script: str, folder: Path, *arguments: str, ranks: int, parameters: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
     given = ("--model-dir", str(folder), "--report", str(folder / "report.json"), *arguments)
-    if through_compat:
-        run_script(script, *given, ranks=ranks, parameters=parameters, timeout=170)
-    else:
-        run_on_ranks(script, *given, ranks=ranks, parameters=parameters)
+    run_on_ranks(script, *given, ranks=ranks, parameters=parameters)
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 
