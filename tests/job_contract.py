@@ -114,6 +114,16 @@ def a_job_that_fails(run: Run, name: str, headline: str, host: str, rank: int = 
     assert f"`{name}` is over already: Failed" in run("stop", name).stderr
 
 
+def a_long_log_is_followed_whole(run: Run, host: str, lines: int) -> None:
+    """Send the job file of this folder, whose two ranks print `line RANK NUMBER` so often; `host` is the second's."""
+    done = run("submit", "job.yaml", "--name", "long", "--follow")
+    for rank in range(2):
+        numbers = re.findall(rf"\[rank {rank}\] line {rank} (\d+)$", done.stdout, re.MULTILINE)
+        assert [int(number) for number in numbers] == list(range(lines))
+    tail = run("logs", "long", "--host", host, "--tail", "2").stdout.splitlines()
+    assert tail == [f"{host} [rank 1] line 1 {number}" for number in (lines - 2, lines - 1)]
+
+
 def a_report_of_it(run: Run, name: str, steps: int = 6) -> None:
     """Write the report of a job of `SCRIPT`, wherever it left what its ranks measured."""
     told = run("report", name, "--json")
@@ -242,16 +252,3 @@ class OnThisMachine:
         return subprocess.Popen(
             command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-
-
-def a_rank_that_fails_ends_all(place: OnThisMachine, host: str | None = None) -> None:
-    """What `a_job_that_fails` shows of managed jobs: exit code 1, and the exception of the rank that raised.
-
-    Args:
-        host: where that rank ran; None: on the only one, which is not named.
-    """
-    process = place.start("fails", **{"fail-on-rank": 1})
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert re.search(rf"Failed after .*\(rank 1{f' on {host}' if host else ''}, exit 1\)", err), err
-    assert "ValueError: bad batch" in err

@@ -36,13 +36,6 @@ def colourful(ctx: click.Context, v: int) -> None:
     _console.current().warn("mind")
 
 
-def test_the_console_of_a_command_is_the_one_it_set_up() -> None:
-    assert _console.current() == Console(0)
-    with click.Context(colourful) as ctx:
-        _console.set_up(ctx, 2)
-        assert _console.current() == Console(2)
-
-
 @pytest.mark.parametrize(
     ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=repr
 )

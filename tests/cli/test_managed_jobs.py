@@ -528,14 +528,6 @@ def test_a_dry_run_needs_neither_region_nor_credentials(
     assert smpkit("submit", str(tmp_path / "job.yaml")).exit_code == 4
 
 
-@pytest.mark.usefixtures("named")
-def test_a_dry_run_with_credentials_asks_for_the_real_values(smpkit: Smpkit) -> None:
-    Path("job.yaml").write_text(JOB.replace("arn:aws:iam::123456789012:role/", ""))
-    result = smpkit("submit", "job.yaml", "--dry-run", "--json")
-    assert json.loads(result.stdout)["RoleArn"] == "arn:aws:iam::123456789012:role/SM"
-    assert result.stderr == ""
-
-
 @pytest.mark.parametrize("options", ["--backend batch", r"--region eu-west-1 --profile 'my\own'"])
 def test_commands_in_hints_find_the_same_cloud(use: Use, smpkit: Smpkit, options: str) -> None:
     """Pasted as printed, they said that no region is set."""

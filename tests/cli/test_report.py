@@ -9,7 +9,7 @@ from smpkit.cli._run import begin_run
 from smpkit.config.load import load_job
 from smpkit.observe.report.data import content_of
 from tests.cli.conftest import Smpkit
-from tests.observe.report.folders import write_events, write_run
+from tests.observe.report.folders import write_run
 
 
 @pytest.fixture
@@ -39,20 +39,6 @@ def test_the_data_are_printed(smpkit: Smpkit) -> None:
     assert content["folder"] == "odd-20260102-040506"
     both = json.loads(smpkit("report", "odd-20260102-030405", "odd", "--json").stdout)
     assert [each["folder"] for each in both] == ["odd-20260102-030405", "odd-20260102-040506"]
-
-
-def test_a_folder_of_events_is_enough(tmp_path: Path, smpkit: Smpkit) -> None:
-    write_events(tmp_path / "elsewhere")
-    result = smpkit("report", str(tmp_path / "elsewhere"))
-    assert result.exit_code == 0
-    assert (tmp_path / "elsewhere" / "report.html").is_file()
-
-
-def test_an_unknown_run_is_named(job: Path, smpkit: Smpkit) -> None:
-    result = smpkit("report", "odd-20260102-030406")
-    assert result.exit_code == 1
-    assert "there is no run `odd-20260102-030406`" in result.stderr
-    assert "did you mean" in result.stderr
 
 
 def test_a_run_here_is_found_where_a_back_end_is_set(

@@ -83,14 +83,6 @@ def test_what_cannot_be_is_said(arguments: list[str], error: str, code: int, fol
     assert result.stderr.startswith(error)
 
 
-def test_damaged_events_are_an_error_that_names_the_line(folder: Path, smpkit: Smpkit) -> None:
-    path = folder / "output" / "data" / "events" / "events_1.jsonl"
-    path.write_text(path.read_text().replace('"B"', "7", 1))
-    result = smpkit("timeline", str(folder))
-    assert result.exit_code == 1
-    assert "events_1.jsonl:5: not a line of events" in result.stderr
-
-
 def test_a_file_that_breaks_off_is_a_warning(folder: Path, smpkit: Smpkit) -> None:
     path = folder / "output" / "data" / "events" / "events_1.jsonl"
     path.write_text(path.read_text()[:-20])

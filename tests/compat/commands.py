@@ -33,15 +33,11 @@ def run_compat(
     return done.stdout + done.stderr
 
 
-def run_script(
-    script: str, *arguments: str, ranks: int = 1, parameters: Mapping[str, Any] | None = None, timeout: float = 120
-) -> str:
-    """Run one of `scripts/` on some ranks with torchrun, or alone with Python."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launcher += [*torchrun, "--nproc-per-node", str(ranks)]
-    return run_compat(*launcher, str(SCRIPTS / script), *arguments, parameters=parameters, timeout=timeout)
+def run_script(script: str, *arguments: str, ranks: int, parameters: Mapping[str, Any] | None) -> None:
+    """Run one of `scripts/` with torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher = [sys.executable, *torchrun, "--nproc-per-node", str(ranks)]
+    run_compat(*launcher, str(SCRIPTS / script), *arguments, parameters=parameters, timeout=170)
 
 
 def run_on_ranks(script: str, *arguments: str, ranks: int, parameters: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def _train(
     report = folder / f"report-{ranks}-{len(list(folder.glob('report*')))}.json"
     given = ("--output_dir", str(folder / f"out-{ranks}"), "--report", str(report), *arguments)
     if through_compat:
-        run_script(SCRIPT, *given, ranks=ranks, parameters=parameters, timeout=170)
+        run_script(SCRIPT, *given, ranks=ranks, parameters=parameters)
     else:
         run_on_ranks(SCRIPT, *given, ranks=ranks, parameters=parameters or {})
     result: dict[str, Any] = json.loads(report.read_text())

@@ -9,37 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.commands import run_on_ranks, run_script
+from tests.compat.commands import run_on_ranks
 
 
-def _run(
-    script: str, folder: Path, *arguments: str, ranks: int, parameters: dict[str, Any], through_compat: bool = False
-) -> dict[str, Any]:
+def _run(script: str, folder: Path, *arguments: str, ranks: int, parameters: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
     given = ("--model-dir", str(folder), "--report", str(folder / "report.json"), *arguments)
-    if through_compat:
-        run_script(script, *given, ranks=ranks, parameters=parameters, timeout=170)
-    else:
-        run_on_ranks(script, *given, ranks=ranks, parameters=parameters)
+    run_on_ranks(script, *given, ranks=ranks, parameters=parameters)
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
-
-
-@pytest.mark.slow
-def test_mnist(tmp_path: Path) -> None:
-    """Pipeline 2 × data 2 learns the digits, to the same losses as one process, and loads what it saved."""
-    job = {"partitions": 2, "ddp": True, "placement_strategy": "spread", "pipeline": "interleaved", "optimize": "speed"}
-    arguments = ("--double", "1", "--mp_parameters", "ddp=True,microbatches=4,partitions=2")
-    alone = _run("mnist.py", tmp_path / "1", *arguments, ranks=1, parameters={"microbatches": 4})
-    over_ranks = _run(
-        "mnist.py", tmp_path / "4", *arguments, ranks=4, parameters={**job, "microbatches": 4}, through_compat=True
-    )
-    assert alone["losses"][-1] < alone["losses"][0] / 2
-    assert alone["accuracy"] > 0.9
-    assert over_ranks["losses"] == pytest.approx(alone["losses"], rel=1e-12)
-    assert over_ranks["accuracy"] == alone["accuracy"]
-    saved = sorted(path.name for path in (tmp_path / "4").iterdir())
-    assert saved == ["pt_mnist.pt", "pt_mnist_checkpoint.pt_0", "pt_mnist_checkpoint.pt_1", "report.json"]
 
 
 GPT2 = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2, "prescaled_batch": True}
@@ -95,25 +73,6 @@ def test_gpt2_placed_by_hand_goes_on_from_a_partial_checkpoint(tmp_path: Path) -
     resumed = _run("gpt2.py", tmp_path / "resumed", *_as_arguments(again), *folder, ranks=4, parameters={})
     assert resumed["losses"] == pytest.approx(whole["losses"][2:], rel=1e-12)
     assert resumed["validation"] == pytest.approx(whole["validation"], rel=1e-12)
-
-
-LAMB = ("--optimizer", "lamb")
-
-
-def test_bert(tmp_path: Path) -> None:
-    """Pretraining over an automatic partition of two learns as one process does, and loads what it saved."""
-    job = {"optimize": "speed", "microbatches": 12, "ddp": True, "pipeline": "interleaved", "memory_weight": 0.3}
-    historic = {"partitions": 2, "overlapping_allreduce": True, "placement_strategy": "cluster"}
-    alone = _run("bert.py", tmp_path / "1", *LAMB, ranks=1, parameters={"microbatches": 12})
-    over_ranks = _run("bert.py", tmp_path / "2", *LAMB, ranks=2, parameters={**job, **historic})
-    assert alone["losses"][-1] < alone["losses"][0] - 0.1
-    assert over_ranks["losses"] == pytest.approx(alone["losses"], rel=1e-10)
-    assert sorted(path.name for path in (tmp_path / "2").iterdir()) == [
-        "bert_full.pt",
-        "ckpt.pt_0",
-        "ckpt.pt_1",
-        "report.json",
-    ]
 
 
 def test_translation(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
 from smpkit.config.section import explain, validated
-from smpkit.errors import ConfigError
 from tests.config.test_modelparallel import SEED
 
 MPI = {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none "}
@@ -39,10 +38,6 @@ def test_smp_options_without_the_keys_around_them_are_accepted() -> None:
     assert made.parameters_as_written == SEED
     assert made.launcher == "mpirun"
     assert Distribution.model_validate(options).launcher == "torchrun"
-    with pytest.raises(ConfigError, match="must be a mapping, got null"):
-        validated(Distribution, None, subject="distribution")
-    with pytest.raises(ConfigError, match=r"parameters\.microbatches"):
-        validated(Distribution, {"enabled": True, "parameters": {"microbatches": 0}}, subject="distribution")
 
 
 def test_a_configuration_object_is_accepted_as_parameters() -> None:
@@ -100,11 +95,7 @@ def test_enabled_must_be_written() -> None:
         ({"mpi": {"enabled": True, "process_per_host": 8}}, "mpi.process_per_host: unknown field hint: did you mean"),
         ({"mpi": {"enabled": True, "processes_per_host": "8"}}, "mpi.processes_per_host: must be an integer, got `8`"),
         ({"mpi": {"enabled": True, "processes_per_host": 0}}, "mpi.processes_per_host: must be at least 1, got 0"),
-        ({"mpi": {"enabled": True, "custom_mpi_options": "-x 'A"}}, "custom_mpi_options: cannot be split into words"),
         ({"mpi": {"enabled": True, "custom_mpi_options": "-np 4"}}, "custom_mpi_options: `-np 4` is set by smpkit"),
-        ({"mpi": {"enabled": True, "custom_mpi_options": "--host a:8"}}, "custom_mpi_options: `--host a:8` is set by"),
-        ({"mpi": {"enabled": True, "custom_mpi_options": "--mca a"}}, "custom_mpi_options: `--mca a` lacks a value"),
-        ({"mpi": {"enabled": True, "custom_mpi_options": "python evil.py"}}, "`python` is not an option of mpirun"),
         ({"mpi": {"enabled": True}, "torch_distributed": {"enabled": True}}, "torch_distributed.enabled: cannot be"),
         ({"smdistributed": {"dataparallel": {"enabled": True}}}, "smdistributed.dataparallel: is SageMaker's data-par"),
         ({**block(), "pytorchddp": {"enabled": True}}, "pytorchddp: is SageMaker's name for plain data parallelism"),

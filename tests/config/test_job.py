@@ -56,11 +56,9 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
             {"entry_point": "train.sh", "distribution": {"enabled": True, "parameters": {}}},
             "without the launcher that `modelparallel` asks for",
         ),
-        ({"entry_point": "train"}, "entry_point: must be a Python script"),
         ({"entry_point": 3}, "entry_point: must be text, got 3"),
         ({"compute": {"instance_count": 100_001}}, "compute.instance_count: must be at most 100000, got 100001"),
         ({"source_dir": ""}, "source_dir: must be a folder or an S3 URI, got ``"),
-        ({"source_dir": "https://x/y"}, "source_dir: must be a folder or an S3 URI"),
         (
             {"source_dir": "a/" + "b" * 256},
             "source_dir: must be a folder or an S3 URI, and a name has at most 255 bytes",
@@ -108,11 +106,6 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ),
         ({"framework_version": "2"}, "framework_version: is decided by the image hint: name an image in `image`"),
         ({"checkpoints": {"uri": "x", "url": "y"}}, "checkpoints.url: is called `uri` here"),
-        ({"compute": {"instance_count": 0}}, "compute.instance_count: must be at least 1, got 0"),
-        (
-            {"compute": {"instance_cuont": 2}},
-            "compute.instance_cuont: unknown field hint: did you mean `instance_count`",
-        ),
         ({"compute": {"max_wait_seconds": 90_000}}, "compute.max_wait_seconds: requires spot"),
         ({"compute": {"spot": True, "max_wait_seconds": 9}}, "compute.max_wait_seconds: must be at least max_run_seco"),
         ({"compute": {"keep_alive_seconds": 30_000}}, "compute.keep_alive_seconds: must be at most 21600, got 30000"),

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import AfterValidator, Field, ValidationError
 
-from smpkit.config.section import KeyPath, Section, checked, explain, instead, matching, refusal, validated
-from smpkit.errors import ConfigError, Problem
+from smpkit.config.section import KeyPath, Section, checked, explain, instead, matching, refusal
+from smpkit.errors import Problem
 
 
 class Inner(Section):
@@ -152,28 +152,3 @@ def test_errors_become_plain_sentences(data: object, path: KeyPath, message: str
 def test_braces_in_a_users_text_are_text() -> None:
     error = refusal([Problem(("a", 0), "got {integer} {0} {", "{}")])
     assert explain(error) == [Problem(("a", 0), "got {integer} {0} {", "{}")]
-
-
-def test_validated_raises_all_problems_with_the_subject() -> None:
-    with pytest.raises(ConfigError, match="2 problems in the thing") as caught:
-        validated(Values, {"integer": 0, "flag": 1}, subject="thing")
-    assert [problem.where for problem in caught.value.problems] == ["integer", "flag"]
-    assert caught.value.__cause__ is None
-
-
-def test_a_problem_shows_file_line_excerpt_and_hint() -> None:
-    where: Any = {"source": "job.yaml", "line": 2, "column": 3, "excerpt": "    2 |   instance_cuont: 2"}
-    problem = Problem(("compute", "instance_cuont"), "unknown field", "did you mean `instance_count`?", **where)
-    assert str(problem) == (
-        "job.yaml:2: compute.instance_cuont: unknown field\n"
-        "    2 |   instance_cuont: 2\n"
-        "\n"
-        "    hint: did you mean `instance_count`?"
-    )
-    assert Problem((), "x", **where, exact=True).place == "job.yaml:2:3"
-
-
-def test_what_an_option_set_is_named_once() -> None:
-    problem = Problem(("name",), "must be text", "put it in quotes", "--set name")
-    assert str(problem) == "--set name: must be text\n    hint: put it in quotes"
-    assert str(Problem(("a\x1b\n",), "x")) == "a\\x1b\\n: x"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from smpkit.config.words import closest, printable, quoted, suggestion, typed
+from smpkit.config.words import closest, printable, quoted, suggestion
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,6 @@ from smpkit.config.words import closest, printable, quoted, suggestion, typed
 )
 def test_values_are_shown_as_they_are_written(value: object, text: str) -> None:
     assert quoted(value) == text
-
-
-def test_the_kind_is_named_where_it_matters() -> None:
-    assert typed(True) == "true (a bool)"
-    assert typed("4") == "`4` (text)"
-    assert typed(4.0) == "4.0 (a float)"
-    assert typed(4) == "4"
 
 
 def test_terminals_do_not_obey_what_is_shown() -> None:

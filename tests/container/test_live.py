@@ -1,23 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from smpkit.observe.status import StatusPage
 from smpkit.observe.summary import KindBytes
 from smpkit_container.live import Live
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_terminal_sees_each_state_of_the_start_and_then_steps(tmp_path: Path) -> None:
-    clock = Clock()
-    live = Live(tmp_path, range(2), terminal=True, clock=clock)
+    clock = SimpleNamespace(now=100.0)
+    live = Live(tmp_path, range(2), terminal=True, clock=lambda: clock.now)
     assert live.next_line(0, has_output=False) is None, "not due yet"
 
     def later(started: int) -> str | None:
@@ -44,8 +37,8 @@ def test_a_terminal_sees_each_state_of_the_start_and_then_steps(tmp_path: Path) 
 
 
 def test_a_log_gets_lines_at_growing_intervals(tmp_path: Path) -> None:
-    clock = Clock()
-    live = Live(tmp_path, range(1), terminal=False, clock=clock)
+    clock = SimpleNamespace(now=100.0)
+    live = Live(tmp_path, range(1), terminal=False, clock=lambda: clock.now)
     said = []
     for _ in range(3000):
         clock.now += 1
@@ -55,7 +48,7 @@ def test_a_log_gets_lines_at_growing_intervals(tmp_path: Path) -> None:
 
 
 def test_a_script_without_smpkit_that_prints_is_left_alone(tmp_path: Path) -> None:
-    clock = Clock()
-    live = Live(tmp_path, range(1), terminal=True, clock=clock)
+    clock = SimpleNamespace(now=100.0)
+    live = Live(tmp_path, range(1), terminal=True, clock=lambda: clock.now)
     clock.now += 1
     assert live.next_line(1, has_output=True) is None

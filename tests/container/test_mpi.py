@@ -43,13 +43,6 @@ def test_mpirun_on_several_hosts_counts_all_ranks(monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
 
 
-def test_the_seed_configuration_is_given_once() -> None:
-    """SMP v1's launcher repeated it, and mpirun refused: "listed multiple times"."""
-    options = "--mca btl_vader_single_copy_mechanism none "
-    command = mpirun_command("mpirun", ONE_HOST, PROGRAM, custom_options=options)
-    assert command.count("btl_vader_single_copy_mechanism") == 1
-
-
 def test_missing_mpirun_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="mpirun was not found") as caught:
         find_mpirun(str(tmp_path), tmp_path)

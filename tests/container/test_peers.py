@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -87,14 +87,6 @@ def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 def await_ready(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     assert "ready" in process.stdout.readline()
-
-
-@pytest.mark.slow
-def test_two_hosts_with_torchrun_form_one_world(tmp_path: Path) -> None:
-    with free_ports() as port:
-        first, second = ends([start(tmp_path, number, ALL_REDUCE, port) for number in range(2)])
-    assert (first[0], second[0]) == (0, 0)
-    assert (first[1], second[1]) == ("[rank 0] localhost 0 2.0\n", "[rank 1] 127.0.0.2 1 2.0\n")
 
 
 @pytest.mark.parametrize(
@@ -337,13 +329,18 @@ def scheduled(tmp_path: Path, number: int, script: str, port: int, names: str = 
 
 
 @pytest.mark.slow
-def test_scheduled_hosts_find_the_network_interface_between_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begin", "names"), [(start, HOSTS), (scheduled, ["node7", "node9"])], ids=["named", "scheduled"]
+)
+def test_two_hosts_form_one_world_over_the_interface_between_them(
+    tmp_path: Path, begin: Callable[..., Started], names: list[str]
+) -> None:
     script = ALL_REDUCE + "print(os.environ['SM_HOSTS'], os.environ['GLOO_SOCKET_IFNAME'])"
     with free_ports() as port:
-        first, second = ends([scheduled(tmp_path, n, script, port) for n in range(2)])
-    assert (first[0], second[0]) == (0, 0), (first, second)
-    assert first[1] == '[rank 0] node7 0 2.0\n[rank 0] ["node7","node9"] lo\n'
-    assert second[1] == '[rank 1] node9 1 2.0\n[rank 1] ["node7","node9"] lo\n'
+        told = ends([begin(tmp_path, number, script, port) for number in range(2)])
+    for rank, (code, out, err) in enumerate(told):
+        assert code == 0, err
+        assert out == f'[rank {rank}] {names[rank]} {rank} 2.0\n[rank {rank}] ["{names[0]}","{names[1]}"] lo\n'
 
 
 def test_a_failure_on_a_scheduled_host_has_its_name(tmp_path: Path) -> None:

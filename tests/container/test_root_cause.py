@@ -56,11 +56,6 @@ def test_time_of_the_exception_counts_not_of_the_end() -> None:
     assert blame(slow, raised(1, 2.0)).culprit is slow
 
 
-def test_a_killed_rank_goes_before_a_lost_connection() -> None:
-    culprit = blame(raised(0, 1.0, "RuntimeError", GLOO_LOST), RankEnd(1, -signal.SIGKILL, 1.5)).culprit
-    assert (culprit.rank, culprit.exit_code) == (1, 137)
-
-
 def test_a_consequence_may_be_wrapped_in_the_users_exception() -> None:
     wrapped = error(chain=("ValueError: step failed", f"RuntimeError: {GLOO_LOST}"))
     assert blame(RankEnd(0, 1, 1.0, wrapped), raised(1, 2.0)).culprit.rank == 1

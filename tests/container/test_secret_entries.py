@@ -49,18 +49,12 @@ def read(places: Any, region: str = "eu-west-1") -> dict[str, str]:
     return secret_variables(Environment(Folders(Path()), framework={SECRETS: places, "sagemaker_region": region}))
 
 
-def test_an_entry_becomes_a_variable(entries: Entries) -> None:
+def test_entries_become_variables(entries: Entries) -> None:
     entries(token="abc")
     assert read({"HF_TOKEN": {"entry": "token", "key": None}}) == {"HF_TOKEN": "abc"}
-
-
-def test_keys_of_one_entry_are_read_at_once(entries: Entries) -> None:
-    entries(team='{"hf": "a", "wandb": "b"}')
+    entries(team='{"hf": "a", "wandb": "b"}')  # which is read once
     places = {"HF_TOKEN": {"entry": "team", "key": "hf"}, "WANDB_API_KEY": {"entry": "team", "key": "wandb"}}
     assert read(places) == {"HF_TOKEN": "a", "WANDB_API_KEY": "b"}
-
-
-def test_an_arn_says_the_region(entries: Entries) -> None:
     arn = "arn:aws:secretsmanager:us-east-2:123456789012:secret:x"
     entries("us-east-2", **{arn: "abc"})
     assert read({"A": {"entry": arn}}) == {"A": "abc"}

@@ -60,6 +60,9 @@ def test_variables_of_both_toolkits_are_there_in_the_toolkits_form(variables: di
         "SM_MASTER_ADDR": "algo-1",
         "SM_MASTER_PORT": "7777",
         "SM_HP_MP_PARAMETERS": '{"ddp":true,"partitions":2}',
+        "SM_FRAMEWORK_PARAMS": (
+            '{"sagemaker_mpi_enabled":true,"sagemaker_program":"train.py","sagemaker_region":"eu-west-1"}'
+        ),
         "SM_HP_NAME": "a b",
         "SM_HP_BATCH-SIZE": "4",
         "SM_HP_BATCH_SIZE": "4",
@@ -84,12 +87,6 @@ def test_variables_of_both_toolkits_are_there_in_the_toolkits_form(variables: di
         "CURRENT_HOST": "algo-2",
     }
     assert {name: variables[name] for name in expected} == expected
-
-
-def test_hugging_face_finds_what_it_asks_for(variables: dict[str, str]) -> None:
-    """`is_sagemaker_mp_enabled()` looks for exactly these two."""
-    assert "partitions" in json.loads(variables["SM_HP_MP_PARAMETERS"])
-    assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
 
 
 def test_training_env_holds_the_job_in_one_value(variables: dict[str, str]) -> None:

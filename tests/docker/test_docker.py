@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.engine import base_image, image_options, running_engine, why_not
-from tests.job_contract import OnThisMachine, a_job_that_is_stopped_goes_on, a_rank_that_fails_ends_all
+from tests.job_contract import OnThisMachine, a_job_that_is_stopped_goes_on
 
 HERE = Path(__file__).parent
 
@@ -73,14 +73,6 @@ def await_line(process: subprocess.Popen[str], pattern: str) -> str:
     raise AssertionError(f"`{pattern}` was never printed: {process.communicate()[1][-2000:]}")
 
 
-def test_one_host(image: str, tmp_path: Path) -> None:
-    code, out, err = run(image, tmp_path)
-    assert code == 0, err
-    assert "[algo-1] [rank 1] step 6 on algo-1" in out
-    assert len(losses(tmp_path).split()) == 6
-    assert containers() == []
-
-
 @pytest.mark.parametrize("job", ["job/job.yaml", "mpi_job.yaml"])
 def test_two_hosts(image: str, tmp_path: Path, job: str) -> None:
     """Four ranks on two hosts; with mpirun, its daemon is started on the second by ssh.
@@ -133,11 +125,6 @@ def test_the_example_learns(image: str, tmp_path: Path, hosts: int, launcher: li
 @pytest.mark.slow
 def test_a_job_that_is_stopped_goes_on_as_everywhere(image: str, tmp_path: Path) -> None:
     a_job_that_is_stopped_goes_on(OnThisMachine(tmp_path, ("--docker",), {"image": image}))
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_all_as_everywhere(image: str, tmp_path: Path) -> None:
-    a_rank_that_fails_ends_all(OnThisMachine(tmp_path, ("--docker",), {"image": image}), "algo-2")
 
 
 def test_a_host_that_is_killed_ends_the_other(image: str, tmp_path: Path) -> None:

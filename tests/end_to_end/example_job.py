@@ -9,12 +9,11 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import Tensor
 
 from smpkit.config.load import load_job
 from smpkit.drop_in import DROP_IN_PATH, after_import
@@ -46,17 +45,6 @@ def on_forked_ranks(job: Path, small: Mapping[str, Any]) -> str:
 def run_file(path: Path, *arguments: str) -> str:
     """Run a script of an example as `python` would, forked; return what it said."""
     return str(run_ranks(_as_script, 1, str(path), arguments, None)[0])
-
-
-def changed_as_much(learned: Iterable[Tensor], plain: Iterable[Tensor], before: Iterable[Tensor]) -> bool:
-    """Tell whether training has changed tensors as plain PyTorch did.
-
-    Adam steps by the sign of a gradient at first, which rounding turns for a few; so the differences of all are
-    compared with the changes, and may be a hundredth.
-    """
-    triples = [(a.double(), b.double(), c.double()) for a, b, c in zip(learned, plain, before, strict=True)]
-    apart = sum(float((a - b).abs().sum()) for a, b, _ in triples)
-    return apart < 0.01 * sum(float((b - c).abs().sum()) for _, b, c in triples)
 
 
 def _as_script(path: str, arguments: Sequence[str], parameters: str | None) -> str:

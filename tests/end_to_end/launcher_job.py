@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.leftovers import processes_with
 
 LAUNCHERS = ("torchrun", "mpirun")
 _RANKS = {
@@ -38,7 +40,7 @@ class Finished:
 
 @dataclass
 class Job:
-    """A job below `base`, whose script is `source`; every process of it carries `mark` in its environment."""
+    """A job below `base`, whose script is `source`; every process of it carries `base` in its environment."""
 
     base: Path
     launcher: str
@@ -64,10 +66,6 @@ class Job:
         }
         encoded = {name: json.dumps(value) for name, value in values.items()}
         (config / "hyperparameters.json").write_text(json.dumps(encoded), encoding="utf-8")
-
-    @property
-    def mark(self) -> str:
-        return f"SMPKIT_TEST_MARK={self.base}"
 
     def start(self) -> subprocess.Popen[str]:
         """Start the launcher; its output is collected by `finish`."""
@@ -152,10 +150,7 @@ class Job:
     def processes(self) -> dict[int, str]:
         """Return pid -> command line of every living process of this job (Linux)."""
         found = {}
-        for entry in Path("/proc").iterdir() if Path("/proc/self/environ").exists() else ():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
+        for pid in processes_with(f"SMPKIT_TEST_MARK={self.base}"):
+            with suppress(OSError):  # it ended meanwhile
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found

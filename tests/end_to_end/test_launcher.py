@@ -373,24 +373,6 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_any
     assert 1.5 <= done.seconds < 300
 
 
-def test_ctrl_c_is_130_even_if_all_was_saved(make_any_job: MakeJob) -> None:
-    job = make_any_job(SAVING.replace("sleep(3)", "sleep(0.1)"))
-    assert job.stopped_by(signal.SIGINT).code == 130
-    job.wait_for_files("saved", timeout=0)
-
-
-def test_second_ctrl_c_kills_at_once(make_mpi_job: MakeJob) -> None:
-    job = make_mpi_job(SAVING.replace("time.sleep(3)", "open(f'saving-{rank}', 'w').close(); time.sleep(600)"))
-    with job.running() as process:
-        process.send_signal(signal.SIGINT)
-        job.wait_for_files("saving")
-        began = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        done = job.finish(process, began)
-    assert done.code == 130
-    assert done.seconds < 300
-
-
 def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
     job = make_job(RANK + "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + READY + "time.sleep(600)\n")
     with job.running() as process:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,22 +39,3 @@ def test_the_job_learns(tmp_path: Path) -> None:
     output = launched(EXAMPLE / "job.yaml", {"steps": 90}, "--set", f"output={tmp_path}")
     assert losses(output)[-1] < losses(output)[0] - 0.3
     assert (tmp_path / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_torchrun_starts_it_as_well(tmp_path: Path) -> None:
-    parameters = '{"partitions": 2, "microbatches": 2, "ddp": true}'
-    small = [f"--{name}={value}" for name, value in SMALL.items()]
-    command = ["torchrun", "--standalone", "--nproc-per-node=4", str(EXAMPLE / "train.py"), *small]
-    compat = [sys.executable, "-m", "smpkit", "compat", "--parameters", parameters, "--"]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [*compat, *command, f"--output={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "DistributedModel: accuracy" in done.stdout

@@ -169,9 +169,8 @@ def test_ordinary_jobs_are_accepted(
         json.dumps(hyperparameters).replace("NaN", "0").replace("-Infinity", "0").replace("Infinity", "0")
     )
     written = {
-        "entry_point": "train.py",
+        **GOOD,
         "image": "registry.example.com/image",
-        "role": "arn:aws:iam::123456789012:role/SM",
         "output": "s3://bucket/out",
         "compute": {"instance_type": "ml.p4d.24xlarge", "instance_count": count},
         "hyperparameters": {key: value for key, value in finite.items() if len(json.dumps(value)) <= 2500},

@@ -14,6 +14,7 @@ from smpkit.errors import UsageError
 from smpkit_estimator.backend import OWN, Access, known_backends, open_backend
 from tests.aws import Aws
 from tests.cli.conftest import Smpkit, smpkit
+from tests.cli.test_managed_jobs import JOB
 
 __all__ = ["smpkit"]
 
@@ -30,15 +31,6 @@ def open_elsewhere(access):
     if region not in sessions:
         sessions[region] = boto3.Session("testing", "testing", region_name=region)
     return SageMaker(sessions[region], clock)
-"""
-
-JOB = """\
-entry_point: train.py
-role: arn:aws:iam::123456789012:role/SM
-output: s3://bucket/out
-checkpoints: s3://bucket/checkpoints
-image: 123456789012.dkr.ecr.eu-west-1.amazonaws.com/smpkit:1
-compute: {instance_type: ml.p4d.24xlarge}
 """
 
 

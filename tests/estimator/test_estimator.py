@@ -103,18 +103,6 @@ def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator
     assert not aws.calls
 
 
-def test_planning_touches_nothing_and_shows_what_is_sent(make: MakeEstimator, aws: Aws) -> None:
-    """Surprise 6: SDK v3 calls IAM in the constructor, and its `dry_run` uploads 16 objects."""
-    estimator = make()
-    assert not aws.calls
-    planned = estimator.plan(job_name="job")
-    assert not aws.calls
-    assert not aws.objects()
-    estimator.fit(wait=False, job_name="job")
-    assert aws.jobs["job"].request == planned.body
-    assert list(aws.objects()) == [planned.source]
-
-
 def test_the_same_sources_are_uploaded_once(make: MakeEstimator, aws: Aws) -> None:
     make().fit(wait=False, job_name="first")
     make().fit(wait=False, job_name="second")
@@ -131,12 +119,6 @@ def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_p
     planned = make(dependencies=["lib"]).plan()
     assert planned.sources is not None
     assert [entry.name for entry in planned.sources.entries] == ["lib/a.py", "train.py"]
-
-
-def test_parameters_that_are_too_long_are_refused(make: MakeEstimator) -> None:
-    long = {"enabled": True, "parameters": {**SMP, "partition_file": "/x" * 1500}, "mpi": MPI}
-    with pytest.raises(ConfigError, match=r"modelparallel\.parameters: has 3,\d+ characters, SageMaker takes at most"):
-        make(distribution=long).plan()
 
 
 def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:

@@ -13,6 +13,7 @@ from smpkit.errors import CloudError, JobError, UnsupportedError
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.sagemaker import _unpack_run
 from tests.aws import Aws
+from tests.estimator.test_any_job import GOOD
 
 
 def test_a_folder_and_a_bucket_are_read_alike(aws: Aws, tmp_path: Path) -> None:
@@ -43,15 +44,7 @@ def archive(*files: tuple[str, bytes], link: str | None = None) -> bytes:
 def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(aws: Aws, tmp_path: Path) -> None:
     backend = aws.open()
     (tmp_path / "train.py").touch()
-    job = JobConfig.model_validate(
-        {
-            "entry_point": "train.py",
-            "image": "123456789012.dkr.ecr.us-west-2.amazonaws.com/smpkit:latest",
-            "role": "arn:aws:iam::123456789012:role/SM",
-            "output": "s3://bucket/out",
-            "compute": {"instance_type": "ml.p4d.24xlarge"},
-        }
-    )
+    job = JobConfig.model_validate({**GOOD, "output": "s3://bucket/out"})
     backend.submit(backend.plan(job, tmp_path, name="job"))
     with pytest.raises(JobError, match="job `job` has left no results yet"):
         backend.results("job", tmp_path / "copy")

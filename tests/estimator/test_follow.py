@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
-from smpkit.errors import CloudError, UsageError
+from smpkit.errors import CloudError
 from smpkit_estimator.aws import Cloud
 from smpkit_estimator.backend import LogLine
 from smpkit_estimator.follow import Notice
@@ -161,13 +161,6 @@ def test_since_leaves_out_what_is_older(make: MakeEstimator, aws: Aws) -> None:
     job = run(make)
     aws.clock.advance(80 + 60)
     assert 5 <= len(texts(job.logs(since=timedelta(seconds=10)))) <= 10
-
-
-def test_a_job_that_does_not_exist_fails_at_once(aws: Aws) -> None:
-    """skypilot#1342: a follower must not wait for a job that never was."""
-
-    with pytest.raises(UsageError, match="there is no job `none` in us-west-2"):
-        list(Job("none", aws.open()).logs(follow=True))
 
 
 def test_throttling_is_waited_out(make: MakeEstimator, aws: Aws) -> None:

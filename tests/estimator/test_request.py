@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.validate import ParamValidator
 
+from smpkit.config.job import JobConfig
 from smpkit_estimator.arguments import TrainingInput, channels, job_from_arguments
 from smpkit_estimator.aws import request_shape
+from smpkit_estimator.hyperparameters import distribution_hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import TrainingPlan, build_request
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
@@ -60,23 +61,10 @@ def test_the_real_sdk_sends_what_the_golden_files_say() -> None:
         assert request == json.loads((GOLDEN / f"{name}.json").read_text()), name
 
 
-def test_user_hyperparameters_are_encoded_once() -> None:
-    """Surprise 12: the SDK's `set_hyperparameters` encodes twice, and 0.1 arrives as a text in quotes."""
-    request = ours({**CASES["no-distribution"][0], "hyperparameters": {"lr": 0.1, "name": "x"}}, None)
-    assert request.body["HyperParameters"]["lr"] == "0.1"
-    assert request.body["HyperParameters"]["name"] == '"x"'
-
-
 def test_spot_always_says_how_long_it_waits() -> None:
     """The service refuses a spot job without a limit for waiting, which the SDK leaves out."""
     request = ours({**CASES["no-distribution"][0], "use_spot_instances": True, "max_run": 100}, None)
     assert request.body["StoppingCondition"] == {"MaxRuntimeInSeconds": 100, "MaxWaitTimeInSeconds": 100}
-
-
-def test_what_is_printed_is_what_is_sent() -> None:
-    request = ours(*CASES["model-parallel-mpi-spot"])
-    assert request.shown() == request.body
-    assert not ParamValidator().validate(request.body, SHAPE).has_errors()
 
 
 def test_no_sdk_comes_along_unasked() -> None:
@@ -101,3 +89,31 @@ def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
     if isolation:
         assert channels["smpkit_token"]["S3DataSource"]["S3Uri"] == uri
     assert "smpkit_token" not in str(build_request(job, **CONTEXT))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "expected"),
+    [
+        (
+            {"torch_distributed": {"enabled": True, "processes_per_host": 2}},
+            {
+                "sagemaker_torch_distributed_enabled": "true",
+                "sagemaker_instance_type": '"local"',
+                "sagemaker_smpkit_processes_per_host": "2",
+            },
+        ),
+        ({"mpi": {"enabled": False}}, {}),
+    ],
+    ids=["torchrun", "disabled"],
+)
+def test_a_distribution_on_the_wire(distribution: dict[str, Any], expected: dict[str, str]) -> None:
+    job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
+    assert distribution_hyperparameters(job) == expected
+
+
+@pytest.mark.parametrize("key", ["partitions", "pipeline_parallel_degree"])
+def test_parameters_keep_the_users_own_keys(key: str) -> None:
+    """Hugging Face looks for `partitions`, and it is the user's word for it that must arrive."""
+    distribution = {"enabled": True, "parameters": {key: 2}}
+    job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
+    assert json.loads(distribution_hyperparameters(job)["mp_parameters"]) == {key: 2}

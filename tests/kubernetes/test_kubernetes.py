@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import signal
 import tarfile
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from tests.job_contract import (
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,
     a_job_that_succeeds,
+    a_long_log_is_followed_whole,
     a_report_of_it,
     uninterrupted,
 )
@@ -117,12 +117,6 @@ def test_without_a_cluster_a_dry_run_says_what_it_could_not_know(user: User, mon
     refused = user.run("submit", "job.yaml", code=4)
     assert "cannot use Kubernetes: " in refused.stderr
     assert "KUBECONFIG names the file" in refused.stderr
-
-
-def test_a_jobset_is_refused_by_name(user: User) -> None:
-    user.write(kubernetes={"workload": "jobset"})
-    refused = user.run("submit", "job.yaml", code=2).stderr
-    assert "backend.kubernetes.workload: is always an Indexed Job" in refused
 
 
 # ---- what a job is -----------------------------------------------------------------------------------------------
@@ -239,12 +233,7 @@ def test_a_log_is_followed_whole(user: User) -> None:
         "import os, time\nfor n in range(20_000):\n    print('line', os.environ['RANK'], n)\n"
         "    if n % 5000 == 0: time.sleep(1)"
     )
-    done = user.run("submit", "job.yaml", "--name", "long", "--follow")
-    for rank in range(2):
-        numbers = re.findall(rf"\[rank {rank}\] line {rank} (\d+)$", done.stdout, re.MULTILINE)
-        assert [int(number) for number in numbers] == list(range(20_000))
-    tail = user.run("logs", "long", "--host", "pod-1", "--tail", "2").stdout.splitlines()
-    assert tail == [f"pod-1 [rank 1] line 1 {number}" for number in (19_998, 19_999)]
+    a_long_log_is_followed_whole(user.run, "pod-1", 20_000)
 
 
 # ---- what is refused, and what is looked at ----------------------------------------------------------------------
@@ -262,6 +251,9 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
         assert words in refused
     user.write("", kubernetes={"volumes": [{"mount": "/opt/ml", "claim": "a", "nfs": "server:/a"}]})
     assert "has claim and nfs" in user.run("submit", "job.yaml", code=2).stderr
+    user.write("", kubernetes={"workload": "jobset"})
+    refused = user.run("submit", "job.yaml", code=2).stderr
+    assert "backend.kubernetes.workload: is always an Indexed Job" in refused
     assert not user.cluster.objects
 
 

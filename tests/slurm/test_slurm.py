@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import stat
 import subprocess
@@ -20,9 +19,11 @@ from tests.job_contract import (
     a_job_that_fails,
     a_job_that_is_stopped_goes_on,
     a_job_that_succeeds,
+    a_long_log_is_followed_whole,
     a_report_of_it,
     uninterrupted,
 )
+from tests.leftovers import processes_with
 from tests.slurm.conftest import User
 
 ODD = "a,b 'q' \"d\"\nnew $HOME `x` \\ é%j"
@@ -83,19 +84,24 @@ def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_preempted_job_goes_on_where_it_was(user: User) -> None:
-    """SIGTERM, saved, queued again by Slurm, and the same losses as without: a job of higher priority came between."""
-    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5})
-    user.run("submit", "job.yaml", "--name", "low")
-    user.until_logged("low", "step 2 on")
+@pytest.mark.parametrize("partition", ["low", "grace"])
+def test_a_preempted_job_goes_on_where_it_was(user: User, partition: str) -> None:
+    """SIGTERM, saved, queued again, and the same losses as without: a job of higher priority came between.
+
+    Ranks that save and end before a partition's time of grace is over have ended well for Slurm: there the batch
+    script queues the job itself.
+    """
+    options = {"partition": partition}
+    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5}, slurm=options)
+    user.run("submit", "job.yaml", "--name", "first")
+    user.until_logged("first", "step 2 on")
     user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 1")
-    user.until_logged("low", "saved and stopping")
-    user.hurry("low")
-    user.run("status", "low", "--watch", timeout=170)
-    log = user.log("low")
-    assert "resumed at step" in log
-    assert user.status("low")["interruptions"] == 1
-    assert losses(user, "low") == uninterrupted()
+    user.until_logged("first", "saved and stopping")
+    user.hurry("first")
+    user.run("status", "first", "--watch", timeout=170)
+    assert "resumed at step" in user.log("first")
+    assert user.status("first")["interruptions"] == 1
+    assert losses(user, "first") == uninterrupted()
 
 
 @pytest.mark.slow
@@ -108,22 +114,9 @@ def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
 # ---- what is lost ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_named(user: User) -> None:
-    user.write(WAITS)
-    user.run("submit", "job.yaml", "--name", "killed")
-    user.until(lambda: user.log("killed").count("ready") == 2, "both ranks")
-    victim = [pid for pid in user.processes("killed") if b"RANK=1" in environ_of(pid)][-1]
-    os.kill(victim, signal.SIGKILL)
-    user.run("status", "killed", "--watch", code=1)
-    failure = user.status("killed")["failure"]
-    assert (failure["rank"], failure["host"]) == (1, "n2"), failure
-    assert "SIGKILL" in failure["reason"]
-
-
-def environ_of(pid: int) -> list[bytes]:
+def read_of(pid: int, what: str) -> list[bytes]:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
     except OSError:
         return []
 
@@ -134,7 +127,9 @@ def test_a_killed_launcher_ends_the_job_with_its_name(user: User, node: str) -> 
     user.write(WAITS)
     user.run("submit", "job.yaml", "--name", "orphan")
     user.until(lambda: user.log("orphan").count("ready") == 2, "both ranks")
-    launcher = min(pid for pid in launchers(user, "orphan") if f"SLURMD_NODENAME={node}".encode() in environ_of(pid))
+    launcher = min(
+        pid for pid in launchers(user, "orphan") if f"SLURMD_NODENAME={node}".encode() in read_of(pid, "environ")
+    )
     os.kill(launcher, signal.SIGKILL)
     user.run("status", "orphan", "--watch", code=1)
     reason = user.status("orphan")["failure"]["reason"]
@@ -142,20 +137,12 @@ def test_a_killed_launcher_ends_the_job_with_its_name(user: User, node: str) -> 
     user.until(lambda: not user.processes("orphan"), "the ranks to end", 30)
 
 
-def _of_run(user: User, name: str) -> bytes:
-    return f"SMPKIT_VARIABLES={user.place(name) / 'variables.json'}".encode()
-
-
 def launchers(user: User, name: str) -> list[int]:
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        ours = b"smpkit_container" in words and b"srun" not in words[0]
-        if ours and _of_run(user, name) in environ_of(int(path.name)):
-            found.append(int(path.name))
+    for pid in processes_with(f"SMPKIT_VARIABLES={user.place(name) / 'variables.json'}"):
+        words = read_of(pid, "cmdline")
+        if b"smpkit_container" in words and b"srun" not in words[0]:
+            found.append(pid)
     return found
 
 
@@ -188,20 +175,6 @@ def test_scancel_gives_ranks_the_clusters_time_to_save(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_a_time_of_grace_before_preemption_queues_the_job_again(user: User) -> None:
-    """Ranks that save and end before the grace is over have ended well for Slurm: the script queues the job itself."""
-    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5}, slurm={"partition": "grace"})
-    user.run("submit", "job.yaml", "--name", "graced")
-    user.until_logged("graced", "step 2 on")
-    user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 1")
-    user.until_logged("graced", "saved and stopping")
-    user.hurry("graced")
-    user.run("status", "graced", "--watch", timeout=170)
-    assert "resumed at step" in user.log("graced")
-    assert losses(user, "graced") == uninterrupted()
-
-
-@pytest.mark.slow
 def test_a_job_that_waits_is_stopped_at_once(user: User) -> None:
     user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 60")
     user.write(WAITS)
@@ -217,12 +190,7 @@ def test_a_job_that_waits_is_stopped_at_once(user: User) -> None:
 @pytest.mark.slow
 def test_a_log_of_a_hundred_thousand_lines_is_followed_whole(user: User) -> None:
     user.write("import os\nfor n in range(50_000): print('line', os.environ['RANK'], n)")
-    done = user.run("submit", "job.yaml", "--name", "long", "--follow")
-    for rank in range(2):
-        numbers = re.findall(rf"\[rank {rank}\] line {rank} (\d+)$", done.stdout, re.MULTILINE)
-        assert [int(number) for number in numbers] == list(range(50_000))
-    tail = user.run("logs", "long", "--host", "n2", "--tail", "2").stdout.splitlines()
-    assert tail == [f"n2 [rank 1] line 1 {number}" for number in (49_998, 49_999)]
+    a_long_log_is_followed_whole(user.run, "n2", 50_000)
 
 
 @pytest.mark.slow

@@ -50,22 +50,17 @@ def parse_args():
     parser.add_argument("--num_heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--weight_decay", type=float, default=0.2)
-    parser.add_argument("--grad_clip", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=12345)
     parser.add_argument("--tensor_parallel_degree", type=int, default=1)
     parser.add_argument("--pipeline_parallel_degree", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--prescaled_batch", type=int, default=0)
     parser.add_argument("--shard_optimizer_state", type=int, default=0)
-    parser.add_argument("--activation_checkpointing", type=int, default=1)
-    parser.add_argument("--activation_strategy", default="each")
     parser.add_argument("--offload_activations", type=int, default=0)
-    parser.add_argument("--fp16", type=int, default=0)
     parser.add_argument("--manual_partition", type=int, default=0)
     parser.add_argument("--logits_output", type=int, default=0)
     parser.add_argument("--checkpoint-dir", default="")
     parser.add_argument("--start-from", default="", help="a plain state dict of Hugging Face")
-    parser.add_argument("--save-start", default="")
     parser.add_argument("--save_at", type=int, default=0)
     parser.add_argument("--load_partial", type=int, default=0)
     parser.add_argument("--model-dir", default=".")
@@ -110,7 +105,6 @@ def main():
             "shard_optimizer_state": args.shard_optimizer_state > 0,
             "offload_activations": args.offload_activations > 0,
             "optimize": "speed",
-            "fp16": args.fp16 > 0,
             "auto_partition": not args.manual_partition,
             "default_partition": 0,
         }
@@ -134,27 +128,24 @@ def main():
     )
     with smp.model_creation(
         tensor_parallelism=smp.tp_size() > 1,
-        dtype=torch.float16 if args.fp16 else torch.float64,
+        dtype=torch.float64,
         fused_softmax=True,
         fused_bias_gelu=True,
         attention_in_fp32=False,
         query_key_layer_scaling=False,
     ):
         model = GPT2LMHeadModel(config)
-    if args.save_start:
-        torch.save(model.state_dict(), args.save_start)
     model = smp.DistributedModel(model, trace_device="gpu")
 
     module = model.get_module()
     layers = getattr(module.transformer, "seq_layers", None) or module.transformer.h
     if args.manual_partition:
         place_by_hand(layers)
-    if args.activation_checkpointing:
-        if isinstance(layers, torch.nn.Sequential):
-            smp.set_activation_checkpointing(layers, strategy=args.activation_strategy)
-        else:
-            for layer in layers.children():
-                smp.set_activation_checkpointing(layer)
+    if isinstance(layers, torch.nn.Sequential):
+        smp.set_activation_checkpointing(layers, strategy="each")
+    else:
+        for layer in layers.children():
+            smp.set_activation_checkpointing(layer)
 
     optimizer = optim.AdamW(param_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
     optimizer = smp.DistributedOptimizer(
@@ -163,13 +154,12 @@ def main():
         dynamic_loss_scale=True,
         dynamic_loss_args={"scale_window": 1000, "min_scale": 1, "delayed_shift": 2},
     )
-    inner = optimizer.optimizer if smp.state.cfg.fp16 else optimizer
-    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0 / (1.0 + 0.1 * step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.1 * step))
 
     if args.start_from:
         start = Path(args.start_from)
         smp.resume_from_checkpoint(str(start.parent), tag=start.name, partial=False, load_optimizer=False)
-    steps, losses, norms = 0, [], []
+    steps, losses = 0, []
     if args.load_partial:
         content = smp.resume_from_checkpoint(args.checkpoint_dir, partial=True)
         steps = content["total_steps"]
@@ -183,11 +173,8 @@ def main():
         loss_mb = output["loss"] if args.logits_output else output
         if args.logits_output:
             assert torch.cat(tuple(output["logits"].outputs)).shape[-1] == args.vocab_size
-        if smp.state.cfg.fp16:
-            norms.append(float(optimizer.clip_master_grads(args.grad_clip)))
         optimizer.step()
-        if not (smp.state.cfg.fp16 and optimizer.overflow):
-            scheduler.step()
+        scheduler.step()
         steps += 1
         losses.append(torch.stack(smp.allgather(loss_mb.reduce_mean().detach(), smp.DP_GROUP)).mean().item())
         if smp.rank() == 0:
@@ -209,7 +196,7 @@ def main():
     validation = torch.stack(smp.allgather(losses_mb.reduce_mean(), smp.DP_GROUP)).mean().item()
     smp.save_checkpoint(args.model_dir, tag="fullmodel.pt", partial=False, model=model, optimizer=optimizer)
     if args.report and smp.rank() == 0:
-        Path(args.report).write_text(json.dumps({"losses": losses, "validation": validation, "norms": norms}))
+        Path(args.report).write_text(json.dumps({"losses": losses, "validation": validation}))
     smp.barrier()
 
 

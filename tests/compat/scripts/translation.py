@@ -1,6 +1,6 @@
 """A sequence model whose batch is not the first dimension, with what SMP v1's reference shows beside the basics.
 
-Inputs split along axes of their own, objects sent between ranks, torch's collectives on SMP's groups, hooks,
+Inputs split along axes of their own, FusedLAMB, objects sent between ranks, torch's collectives on SMP's groups, hooks,
 checkpoints in shards (`v3`) and half precision with a loss scale.
 """
 
@@ -102,7 +102,7 @@ def main() -> None:
     model.register_post_step_hook(lambda model, optimizer: called.append(("stepped", optimizer is not None)))
     dynamic = {"scale_window": 2, "init_scale": 2.0**10, "min_scale": 1, "delayed_shift": 1}
     optimizer = smp.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01),
+        smp.optimizers.FusedLAMB(model.parameters(), lr=0.05, max_grad_norm=0.1),
         static_loss_scale=None,
         dynamic_loss_scale=True,
         dynamic_loss_args={**dynamic, "scale_factor": 2.0, "consecutive_hysteresis": False},

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -122,13 +120,6 @@ def test_the_last_lines_of_the_rank_that_failed_are_shown_without_secrets(tmp_pa
     assert "hunter2secret" not in log.lines[1]
 
 
-def test_a_folder_of_plain_events_is_enough(tmp_path: Path) -> None:
-    write_events(tmp_path / "events")
-    content = content_of(open_run(str(tmp_path)))
-    assert set(content.missing) == {"summary", "values", "settings", "environment"}
-    assert len(content.steps) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "section"),
     [(SUMMARY, "summary"), (ENVIRONMENT, "settings"), (VALUES, "values"), (f"{EVENTS}/events_1.jsonl", "events")],
@@ -145,12 +136,6 @@ def test_damaged_files_leave_the_rest(tmp_path: Path, name: str, section: str) -
 def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SmpkitError, match="no events"):
         content_of(open_run(str(tmp_path)))
-
-
-def test_the_data_are_json(content: Content) -> None:
-    plain = json.loads(json.dumps(asdict(content), allow_nan=False))
-    assert plain["summary"]["steps"] == 8
-    assert plain["steps"][0]["pipelines"][0]["ranks"] == [0, 1]
 
 
 def test_steps_that_were_not_recorded_count_in_the_pace() -> None:
