@@ -4,7 +4,7 @@ from pathlib import Path
 
 from smpkit.observe.status import StatusPage
 from smpkit.observe.summary import KindBytes
-from smpkit_container.live import Live
+from smpkit_container.console import Live
 
 
 class Clock:

@@ -1,7 +1,22 @@
 """Send values and gradients between the ranks of one pipeline.
 
-They travel from GPU to GPU where nccl connects the two (`gpu_link.py`), else through the hosts (`host_link.py`), as all
+They travel from GPU to GPU where nccl connects the two (`GpuLink`), else through the hosts (`host_link.py`), as all
 other messages do.
+
+nccl has no tags: in one direction between two ranks it pairs sends and receives in the order in which they begin.
+
+[Note: headers] When a send has begun, a header travels between the hosts, over gloo, with the message's tag and its
+length. A rank that needs a message reads the headers of its sender, in their order, and begins a receive for each,
+until its own is there. So sends and receives pair up whatever order the schedule has, no kernel spins for a rank that
+is late or dead, and all waiting for other ranks is waiting for headers, which has a deadline and knows the rank that it
+waits for. What a header can say needs no message, such as that there is no gradient.
+
+[Note: two groups] Messages to higher ranks travel in one group, those to lower ranks in another: each direction between
+two ranks has a communicator and a stream of its own. A send waits on its GPU for compute, for the sends before it in
+the same direction, and for its receive. A receive waits for nothing but those before it. So whatever an operation waits
+for was begun earlier on some host, and there is no circle, as long as kernels of several streams run side by side
+(`backends.refuse_one_queue`). Nothing here holds if a host waits for its whole GPU in the middle of a step: a send that
+is pending there may need a receive that another rank begins only after a later message of this one.
 """
 
 from __future__ import annotations
@@ -13,10 +28,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from smpkit.torch.core.tensor_spec import permute_to_memory
-from smpkit.torch.pipeline.gpu_link import GpuLink
-from smpkit.torch.pipeline.host_link import HostLink
-from smpkit.torch.pipeline.messages import Message, P2PTransfer
+from smpkit.errors import UsageError
+from smpkit.torch.core import devices
+from smpkit.torch.core.devices import backends
+from smpkit.torch.core.tensor_spec import permute_to_memory, version_of
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.pipeline.host_link import HostLink, SentTensor
+from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag, laid_out
 
 MessageRecorder = Callable[[str, int, int, int, int, int], object]
 """Called with `(direction, peer, num_bytes, tag, start_ns, end_ns)`.
@@ -120,3 +138,153 @@ class Transport:
         if self.gpus is not None:
             self.gpus.end_step()
         self.hosts.flush()
+
+
+# ---- from GPU to GPU -------------------------------------------------------------------------------------------------
+
+_END: Final = -1
+"""In a header, instead of a tag: nothing more comes from this rank in this step."""
+_NO_GRADIENT: Final = -1
+"""In a header, instead of a number of bytes: the gradient is None. (Values without elements always have a gradient.)"""
+
+_Arrival = tuple[dist.Work, torch.Tensor]
+"""A receive that has begun, and the bytes that it writes to."""
+
+
+class GpuLink:
+    """One rank's GPU, connected with those of others.
+
+    Args:
+        up: a group of the pipeline's ranks for messages to higher ranks; nothing else travels in it.
+        down: another one, for those to lower ranks.
+        hosts: brings the headers of messages.
+        rank: this pp_rank.
+        device: this rank's.
+    """
+
+    def __init__(
+        self, up: dist.ProcessGroup, down: dist.ProcessGroup, hosts: HostLink, rank: int, device: torch.device
+    ) -> None:
+        backends.refuse_one_queue(device)
+        self._up, self._down = up, down
+        self._hosts = hosts
+        self._rank = rank
+        self._device = device
+        self._peers: set[int] = set()
+        # The memory of messages belongs to this stream: on the one that computes, a receive would have to wait for all
+        # compute that was queued before it, which may still use that memory.
+        self._stream = devices.new_stream(device, high_priority=True)
+        self._arrivals: dict[int, _Arrival | None] = {}
+        """By tag, messages whose header has come and that nobody has taken; None where the header says it all."""
+        self._sent: list[SentTensor] = []
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of the pipeline's ranks; all its ranks call this alike.
+
+        Raises:
+            DeadlineError: another rank did not come.
+            RemoteError: another rank failed.
+        """
+        # nccl makes a communicator for each pair at its first message, and both ranks wait for it. So connect all pairs
+        # now, in an order that is the same on all ranks: at the first messages of a step, a rank could wait for one
+        # peer, which waits for another, which waits for the first.
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs}):
+            if self._rank not in pair or (peer := sum(pair) - self._rank) in self._peers:
+                continue
+            with waiting("the connection of the GPUs", [self._hosts.ranks[peer]]):
+                for sends in (self._rank < peer, self._rank > peer):
+                    if sends:
+                        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                        self._group(self._rank, peer).send([byte], peer, 0).wait()
+                    else:
+                        _take(self._begin_receive(1, peer))
+            self._peers.add(peer)
+
+    def reaches(self, peer: int) -> bool:
+        """Return whether messages to and from a rank travel here."""
+        return peer in self._peers
+
+    def send(self, tensor: torch.Tensor | None, message: Message) -> None:
+        """Send a value or gradient, None as a header alone."""
+        target = message.receiver
+        num_bytes = _NO_GRADIENT if tensor is None else tensor.nbytes
+        if tensor is not None and num_bytes:
+            self._sent = [sent for sent in self._sent if not sent.has_arrived()]
+            # As bytes, since the receiver may not know the dtype yet. A lazy conjugate or negative has other bytes than
+            # its values.
+            data = tensor.contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+            self._hosts.num_messages += 1
+            self._hosts.num_bytes += num_bytes
+            work = self._group(self._rank, target).send([data], target, 0)
+            self._sent.append(SentTensor(work, data, version_of(data), target, message))
+        header = torch.tensor([self._hosts.tag_of(message), num_bytes], device="cpu")
+        self._hosts.send_bytes(header, target, Tag.HEADERS, message)
+
+    def receive(self, message: Message, *, awaits_data: bool) -> torch.Tensor | None:
+        """Return a value or gradient.
+
+        Args:
+            awaits_data: whether to wait until it is on the GPU, so that waits can be timed apart from compute.
+        """
+        spec, tag = message.transfer.spec, self._hosts.tag_of(message)
+        while tag not in self._arrivals:
+            if not self._read_header(message.sender, message):
+                raise UsageError(
+                    f"pipeline rank {message.sender} has ended the step and not sent {message}",
+                    hint="the ranks of a pipeline run the same step, with the same configuration",
+                )
+        arrival = self._arrivals.pop(tag)
+        if arrival is None:
+            if spec.num_bytes:
+                return None
+            return laid_out(torch.empty(spec.shape, dtype=spec.dtype, device=self._device), spec)
+        data = _take(arrival)
+        if awaits_data:
+            devices.wait_for_stream(self._device)
+        return laid_out(data.view(spec.dtype).view(spec.shape).detach(), spec)
+
+    def end_step(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for peer in sorted(self._peers):
+            self._hosts.send_bytes(torch.tensor([_END, 0], device="cpu"), peer, Tag.HEADERS, _end_of(peer))
+        # A microbatch that took another way than the recorded one leaves messages that nobody needs; receive them, too.
+        for peer in sorted(self._peers):
+            while self._read_header(peer, _end_of(peer)):
+                pass
+        self._hosts.flush()  # whoever has taken a header has begun to receive
+        for sent in self._sent:
+            sent.work.wait()
+            sent.refuse_change()
+        self._sent.clear()
+        for arrival in self._arrivals.values():
+            if arrival is not None:
+                _take(arrival)
+        self._arrivals.clear()
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup:
+        return self._up if source < target else self._down
+
+    def _read_header(self, source: int, what: Message | str) -> bool:
+        """Begin the next receive from a rank; return False if nothing more comes from it in this step."""
+        tag, num_bytes = self._hosts.receive_bytes(16, source, Tag.HEADERS, what).view(torch.int64).tolist()
+        if tag == _END:
+            return False
+        self._arrivals[tag] = self._begin_receive(num_bytes, source) if num_bytes > 0 else None
+        return True
+
+    def _begin_receive(self, num_bytes: int, source: int) -> _Arrival:
+        with devices.on_stream(self._stream):
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return self._group(source, self._rank).recv([data], source, 0), data
+
+
+def _take(arrival: _Arrival) -> torch.Tensor:
+    """Let the current stream wait for a message, and return its bytes."""
+    work, data = arrival
+    work.wait()  # with a timeout as argument, nccl would block the host
+    devices.used_here(data)
+    return data
+
+
+def _end_of(peer: int) -> str:
+    return f"the end of the step on pipeline rank {peer}"
