@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import accelerator
 
 from smpkit.testing import simulated_device
-from smpkit.testing.simulated_device.build import Unavailable, library
+from smpkit.testing.simulated_device import Unavailable, library
 
 _MOST_FAILED = 100
 Order = tuple[str, int]

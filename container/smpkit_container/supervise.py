@@ -34,8 +34,7 @@ from typing import IO, Any
 
 from smpkit.modules import module_command
 from smpkit.observe.status import STATUS_DIR, RankStatus, read_status
-from smpkit_container.console import Console, LineSplitter, Piece
-from smpkit_container.live import Live
+from smpkit_container.console import Console, LineSplitter, Live, Piece
 from smpkit_container.peers import News, Peers
 from smpkit_container.rank import LINK
 from smpkit_container.root_cause import RankEnd, RankError, RootCause, find_root_cause

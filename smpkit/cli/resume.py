@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
+from smpkit.cli._start import start, start_options
 from smpkit.cli.options import BackendChoice, backend_options
-from smpkit.cli.submit import start, start_options
-from smpkit.errors import UnsupportedError, UsageError
-
-if TYPE_CHECKING:
-    from smpkit_estimator.job import Job
+from smpkit.cli.status import newest_checkpoint
+from smpkit.errors import UsageError
 
 
 def _refuse_elsewhere(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
@@ -55,12 +51,3 @@ def resume(
         return newest_checkpoint(old, before="Resuming from ", none=none)
 
     return start(backend, plan, announcement, **options)
-
-
-def newest_checkpoint(job: Job, *, before: str, none: str) -> str:
-    """Say which checkpoint of a job is the newest: `before` and its place, `none`, or why nobody here can tell."""
-    try:
-        newest = job.latest_checkpoint
-    except UnsupportedError as error:
-        return error.message
-    return f"{before}{newest}" if newest else none

@@ -16,6 +16,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli.options import BackendChoice, backend_options
 from smpkit.config.words import duration, printable
+from smpkit.errors import UnsupportedError
 from smpkit.units import things
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
     elif not watch:
         click.echo(_as_json(state, indent=2))
     return 1 if watch and not state.succeeded else 0
+
+
+def newest_checkpoint(job: Job, *, before: str, none: str) -> str:
+    """Say which checkpoint of a job is the newest: `before` and its place, `none`, or why nobody here can tell."""
+    try:
+        newest = job.latest_checkpoint
+    except UnsupportedError as error:
+        return error.message
+    return f"{before}{newest}" if newest else none
 
 
 def wait_for_job(job: Job) -> int:

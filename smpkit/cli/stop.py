@@ -6,7 +6,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli.options import BackendChoice, backend_options
-from smpkit.cli.resume import newest_checkpoint
+from smpkit.cli.status import newest_checkpoint
 
 
 @click.command()

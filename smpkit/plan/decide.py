@@ -17,7 +17,7 @@ from typing import Final
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
-from smpkit.plan.offload.forecast import Forecast, forecast
+from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition

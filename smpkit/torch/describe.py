@@ -34,8 +34,13 @@ from smpkit.torch.core.context import Launch
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.fake_recording import LayerOutputs, record_on_fakes
 from smpkit.torch.placement.delayed import make_delayed
-from smpkit.torch.placement.facts import dtype_name, model_facts
-from smpkit.torch.placement.growth import twice_the_samples, with_growth_of_units, with_growth_of_values
+from smpkit.torch.placement.facts import (
+    dtype_name,
+    model_facts,
+    twice_the_samples,
+    with_growth_of_units,
+    with_growth_of_values,
+)
 from smpkit.torch.placement.manual import manual_placement, planning_partitions
 from smpkit.torch.placement.trace import measure_units
 from smpkit.torch.placement.units import units_of

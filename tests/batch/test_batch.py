@@ -20,8 +20,7 @@ from botocore.validate import ParamValidator
 from moto import mock_aws
 
 from smpkit.errors import CloudError
-from smpkit_container.__main__ import main
-from smpkit_container.scheduled import described_hosts, lay_out, leave_message
+from smpkit_container.__main__ import described_hosts, lay_out, leave_message, main
 from smpkit_estimator.aws import Cloud, request_shape
 from smpkit_estimator.backend import Query
 from smpkit_estimator.batch import AwsBatch, _Hosts, status_of

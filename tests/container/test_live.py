@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from smpkit.observe.status import StatusPage
 from smpkit.observe.summary import KindBytes
-from smpkit_container.live import Live
+from smpkit_container.console import Live
 
 
 def test_a_terminal_sees_each_state_of_the_start_and_then_steps(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from smpkit.errors import LaunchError
-from smpkit_container.__main__ import main
+from smpkit_container.__main__ import described_hosts, lay_out, leave_message, main
 from smpkit_container.environment import Environment
-from smpkit_container.scheduled import described_hosts, lay_out, leave_message
 from smpkit_container.topology import read_topology
 
 HOSTS = {"SMPKIT_HOSTS": "n1 n2 n3", "SMPKIT_FIRST_HOST": "10.0.0.1", "SMPKIT_PORT": "12000"}

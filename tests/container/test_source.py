@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from smpkit.errors import LaunchError
+from smpkit_container.__main__ import fetch_source, install_requirements, unpack
 from smpkit_container.environment import Environment, Folders
-from smpkit_container.source import fetch_source, install_requirements, unpack
 
 
 def archive(path: Path, *members: tarfile.TarInfo) -> Path:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from smpkit.errors import ConfigError
-from smpkit_container.source import unpack
+from smpkit_container.__main__ import unpack
 from smpkit_estimator.sources import collect, pack, packing_notes
 
 

@@ -10,7 +10,7 @@ import pytest
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.decide import Policy, decide
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.actions import check
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
 from smpkit.plan.speed import Speed

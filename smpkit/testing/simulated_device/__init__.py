@@ -29,8 +29,12 @@ threads of a process count as one host: races between them are not found.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
+import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -39,9 +43,9 @@ from typing import Final
 import torch
 from torch.utils import backend_registration
 
+from smpkit import compilers
 from smpkit.errors import SmpkitError, UsageError
-from smpkit.testing.simulated_device import build, device_module, process_group
-from smpkit.testing.simulated_device.build import Unavailable
+from smpkit.testing.simulated_device import device_module
 
 __all__ = [
     "POLICIES",
@@ -209,14 +213,14 @@ def load(devices: int = 1) -> torch.device:
             f"torch has one place for devices of plug-ins, and {name!r} is in it",
             hint="start Python with TORCH_DEVICE_BACKEND_AUTOLOAD=0",
         )
-    path = build.library()
+    path = library()
     os.environ["SIM_DEVICES"] = str(devices)
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     backend_registration.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", device_module.make(devices))  # type: ignore[no-untyped-call]
     torch.empty(1, device="cpu").pin_memory()  # before that, torch says of no memory that it is pinned
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    process_group.register()
+    device_module.register_backend()
     site = Path(torch.__file__).parents[1]
     pytest = [site / name for name in ("pytest", "_pytest", "pluggy")]
     hidden = (site / "torch", *pytest, sysconfig.get_path("scripts"), Path(__file__).parent)
@@ -333,3 +337,71 @@ def waits() -> list[Wait]:
 def host_access(tensor: torch.Tensor, *, writes: bool, what: str = "host code") -> None:
     """Say that the host uses a tensor's memory now, as torch's operators do by themselves; ctypes and numpy do not."""
     torch.ops.sim.host_access(tensor, writes, what)
+
+
+# ---- the library: compiled by the machine's C++ compiler when it is first needed, then kept --------------------------
+
+_SOURCES: Final = Path(__file__).with_name("source")
+_SECONDS: Final = 900.0
+_FLAGS: Final = ("-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-w")
+"""Little optimisation: it takes an eighth longer to compile than none, and the kernels are torch's own. NDEBUG changes
+how torch's classes lie in memory, so it has to be what torch was compiled with."""
+
+
+class Unavailable(SmpkitError):
+    """The simulated device cannot be had on this machine."""
+
+
+def library() -> Path:
+    """Return the compiled library for this torch; the first call on a machine takes 20 to 40 seconds.
+
+    It is kept in `$XDG_CACHE_HOME/smpkit` (`~/.cache/smpkit`) under a name made of its sources, torch's version and the
+    flags. Processes that start together compile it once.
+
+    Raises:
+        Unavailable: there is no compiler, or it cannot compile the library with this torch.
+    """
+    if os.name != "posix":
+        raise Unavailable("the simulated device needs Linux or macOS")
+    sources = sorted(_SOURCES.iterdir())
+    digest = hashlib.sha256(" ".join((torch.__version__, str(torch._C._GLIBCXX_USE_CXX11_ABI), *_FLAGS)).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "smpkit")
+    found = folder / f"simulated_device-{digest.hexdigest()[:20]}.so"
+    if not found.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "simulated_device.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not found.exists():
+                _compile(found)
+    return found
+
+
+def _compile(target: Path) -> None:
+    program = compilers.find_compiler()
+    if program is None:
+        raise Unavailable(
+            f"the simulated device is compiled when first used, and there is no C++ compiler ({compilers.NAMES})",
+            hint="install one, for example with `apt-get install g++`",
+        )
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder, target.name)
+        includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+        libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+        if os.uname().sysname == "Darwin":  # Python's own symbols are found when the library is loaded
+            libraries.append("-Wl,-undefined,dynamic_lookup")
+        command = [program, *_FLAGS, *includes, str(_SOURCES / "library.cpp"), "-o", str(made), *libraries]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        except subprocess.CalledProcessError as error:
+            lines = [line for line in error.stderr.splitlines() if "error" in line]
+            raise Unavailable(
+                f"{program} cannot compile the simulated device with torch {torch.__version__}: "
+                f"{lines[0] if lines else error.stderr.strip()[-300:]}",
+                hint="it needs C++20 (g++ 11, clang++ 14 or newer)",
+            ) from None
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"{program} did not compile the simulated device: {error}") from error
+        made.replace(target)

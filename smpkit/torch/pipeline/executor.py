@@ -1,7 +1,7 @@
 """Run the microbatches of a step over the ranks of a pipeline, in the order of the schedule.
 
 The first microbatch of a new kind of step runs straight through all ranks and is recorded. From its transfers each rank
-derives the same segment graph and the same schedule, and runs its own list of actions from it (`step_plan.py`).
+derives the same segment graph and the same schedule, and runs its own list of actions from it (`StepPlan`).
 
 Once a microbatch goes another way than the recorded one, steps of its kind have no schedule any more: their
 microbatches run one after the other, in program order, which cannot deadlock whatever path each of them takes.
@@ -17,29 +17,30 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from smpkit.errors import UsageError
 from smpkit.plan.decide import Policy
-from smpkit.plan.schedule.actions import Schedule
-from smpkit.plan.schedule.checker import check
-from smpkit.plan.schedule.graph import Kind
+from smpkit.plan.schedule.actions import Action, Schedule, check
+from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.torch.core import devices, offloader, status
 from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.warn import script_line, warn_user
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
+from smpkit.torch.pipeline.messages import Message, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.results import Results, drop_graph, reserve
 from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
-from smpkit.torch.pipeline.step_plan import StepPlan, graph_of
 from smpkit.torch.pipeline.transport import MessageRecorder
 
 MAX_KINDS: Final = 256
@@ -401,3 +402,95 @@ def _refuse_kept_graph(error: Exception, microbatch: Microbatch) -> None:
             hint="return it from the module's forward and hand it back as an argument, as nn.LSTM does, or put the"
             " calls into one module on one rank (smp.set_partition)",
         ) from error
+
+
+# ---- the plan of a step: in which order a rank runs its actions, and what each of them receives ----------------------
+
+_LOOKAHEAD: Final = 2
+"""For how many of the actions after the current one receives are posted."""
+_AHEAD_BYTES: Final = 1 << 20
+"""Bytes of receives that are posted before the first wait."""
+
+
+class PlannedAction(NamedTuple):
+    """An action of this rank."""
+
+    posts: tuple[Message, ...]
+    """The receives to start before it, its own or those of later actions: gloo sends data only to a posted receive."""
+    kind: Kind
+    segment: int
+    microbatch: int
+    is_split: bool
+    """Whether the backward of its segment runs in two halves."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one kind of step does on this rank."""
+
+    schedule: Schedule
+    rank: int
+    """This one."""
+    record: TransferRecord
+    split: frozenset[int]
+    """Segments of this rank whose backward runs in two halves."""
+    actions: tuple[PlannedAction, ...]
+    """Those of this rank, in order."""
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, schedule: Schedule) -> StepPlan:
+        """Return the plan of a step like its first microbatch, which has run forward, in the order of a schedule."""
+        rank, record = microbatch.stage.rank, microbatch.make_record()
+        actions = schedule.actions[rank]
+        split = frozenset(action.segment for action in actions if action.kind is Kind.WEIGHT) - microbatch.unsplittable
+        arrivals: defaultdict[tuple[Kind, int], list[P2PTransfer]] = defaultdict(list)
+        for transfer in record.transfers:
+            if transfer.target == rank:
+                arrivals[Kind.FORWARD, transfer.target_segment].append(transfer)
+            if transfer.source == rank and transfer.spec.requires_grad:
+                arrivals[Kind.BACKWARD, transfer.source_segment].append(transfer)
+        receives = [
+            [
+                Message(action.microbatch, transfer, action.kind is Kind.BACKWARD)
+                for transfer in arrivals.get((action.kind, action.segment), ())
+            ]
+            for action in actions
+        ]
+        return cls(schedule, rank, record, split, tuple(_planned(actions, receives, split)))
+
+    @property
+    def has_revisits(self) -> bool:
+        """Whether some rank is visited more than once: then microbatches must be able to wait for one another."""
+        return max(self.schedule.graph.counts) > 1
+
+
+def _planned(
+    actions: Sequence[Action], receives: Sequence[Sequence[Message]], split: frozenset[int]
+) -> Iterator[PlannedAction]:
+    ahead = num_ahead([sum(each.transfer.spec.num_bytes for each in group) for group in receives])
+    posted = 0
+    for number, action in enumerate(actions):
+        # A rank that is about to wait has the time for more.
+        until = max(posted, number + 1 + _LOOKAHEAD, ahead if receives[number] else 0)
+        posts = tuple(message for group in receives[posted:until] for message in group)
+        posted = until
+        yield PlannedAction(posts, action.kind, action.segment, action.microbatch, action.segment in split)
+
+
+def num_ahead(received_bytes: Sequence[int]) -> int:
+    """Return for how many of a rank's first actions, which receive so many bytes, receives precede its first wait."""
+    return max(1, sum(num_bytes <= _AHEAD_BYTES for num_bytes in accumulate(received_bytes)))
+
+
+def graph_of(microbatch: Microbatch) -> SegmentGraph:
+    """Return the segments of a recorded microbatch and what travels between them."""
+    messages = [
+        Transfer(
+            Segment(transfer.source, transfer.source_segment),
+            Segment(transfer.target, transfer.target_segment),
+            transfer.spec.num_bytes,
+            transfer.spec.requires_grad and microbatch.has_backward,
+        )
+        for transfer in microbatch.transfers
+    ]
+    return SegmentGraph.of(microbatch.num_segments, messages, microbatch.has_backward)

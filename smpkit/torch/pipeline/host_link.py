@@ -47,13 +47,6 @@ class SentTensor(NamedTuple):
     target: int
     what: MessageLabel
 
-    def has_arrived(self) -> bool:
-        """Return whether it is known to have arrived: gloo cannot be asked."""
-        if self.work.is_completed():
-            self.refuse_change()
-            return True
-        return False
-
     def refuse_change(self) -> None:
         """Raise if the tensor has been changed since it was sent."""
         if version_of(self.tensor) != self.version:

@@ -22,7 +22,7 @@ from smpkit.torch import calibrate
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
 from smpkit.torch.offload import link as offload_link
-from smpkit.torch.placement.measure import measure_times
+from smpkit.torch.pipeline.pipeline import measure_times
 from smpkit.torch.placement.trace import TrialStep
 from smpkit.torch.recording import recorder
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order

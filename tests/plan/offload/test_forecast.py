@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from smpkit.plan.memory import ModelFacts, UnitFacts, memory_of_ranks
-from smpkit.plan.offload.forecast import Forecast, forecast
+from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.partition.search import assign

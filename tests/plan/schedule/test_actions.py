@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json, to_json
-from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.actions import Action, Costs, Schedule, check, from_json, to_json
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.templates import one_f_one_b

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from smpkit.plan.schedule.actions import Action, Schedule
-from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.actions import Action, Schedule, check
 from smpkit.plan.schedule.graph import ScheduleError, SegmentGraph
 
 

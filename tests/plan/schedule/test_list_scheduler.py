@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpkit.plan.schedule.actions import Costs, Schedule, live_microbatches
-from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.actions import Costs, Schedule, check, live_microbatches
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate

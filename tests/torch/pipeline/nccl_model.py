@@ -267,7 +267,6 @@ class World:
             record_event=record_event,
             wait_for_event=lambda stream, event: stream.wait_event(event),
             wait_for_stream=lambda _: self.synchronize_stream(),
-            used_here=self.kept.append,
         ):
             yield
 
@@ -381,7 +380,6 @@ class _Hosts:
 @dataclass
 class _Work:
     _wait: Callable[[], None]
-    is_completed: Callable[[], bool] = lambda: False
 
     def wait(self, _timeout: object = None) -> None:
         self._wait()
@@ -418,4 +416,4 @@ class _Group:
         stream.wait_event(world.record())
         over = Event()
         stream.queue += [half, _Record(over)]
-        return _Work(lambda: world.gpu.current.wait_event(over), lambda: over.has_happened)
+        return _Work(lambda: world.gpu.current.wait_event(over))

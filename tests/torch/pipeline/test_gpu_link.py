@@ -25,9 +25,8 @@ from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.distributed.init import message_groups
-from smpkit.torch.pipeline.gpu_link import GpuLink
 from smpkit.torch.pipeline.messages import Message, P2PTransfer
-from smpkit.torch.pipeline.transport import Transport
+from smpkit.torch.pipeline.transport import GpuLink, Transport
 from tests.models import CASES, MODELS, Case
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_rerecorded import SKIPPING, WAYS

@@ -19,15 +19,14 @@ from unittest import mock
 import pytest
 import torch
 
-from smpkit.plan.schedule.actions import Action, Schedule
-from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.actions import Action, Schedule, check
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.core.tensor_spec import TensorSpec
 from smpkit.torch.pipeline import host_link
+from smpkit.torch.pipeline.executor import graph_of
 from smpkit.torch.pipeline.host_link import HostLink
 from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag
-from smpkit.torch.pipeline.step_plan import graph_of
 from smpkit.torch.pipeline.transport import Transport
 from tests.torch.pipeline.nccl_model import Deadlock, World
 

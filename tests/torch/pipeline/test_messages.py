@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from smpkit.torch.core.tensor_spec import spec_of
+from smpkit.torch.pipeline.executor import num_ahead
 from smpkit.torch.pipeline.messages import is_none_gradient, none_gradient_message
-from smpkit.torch.pipeline.step_plan import num_ahead
 
 MIB = 2**20
 

@@ -22,7 +22,7 @@ from smpkit.errors import UsageError
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.core import offloader
 from smpkit.torch.describe import describe
-from smpkit.torch.placement.measure import measure_times
+from smpkit.torch.pipeline.pipeline import measure_times
 from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recompute import region

@@ -186,12 +186,6 @@ def order_after(event: torch.Event | None, stream: torch.Stream | None) -> None:
         stream.wait_event(event)
 
 
-def used_here(tensor: torch.Tensor) -> None:
-    """Tell the allocator that the current stream uses memory of another one: it is not free before this one is done."""
-    if (stream := current_stream(tensor.device)) is not None:
-        tensor.record_stream(stream)
-
-
 def wait_for_stream(device: torch.device) -> None:
     """Block the host until everything on the current stream has run."""
     # Never synchronize the whole device: two ranks that send to each other would both wait for the other to receive.

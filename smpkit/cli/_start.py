@@ -1,0 +1,64 @@
+"""How a job that was planned is started and followed: the part that `smpkit submit` and `smpkit resume` share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from smpkit.cli import _console
+from smpkit.cli.logs import follow_job
+from smpkit.cli.options import with_options
+from smpkit.cli.status import wait_for_job
+
+if TYPE_CHECKING:
+    from smpkit_estimator.backend import Backend, Plan
+
+
+def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of how a job is started, which `start` takes."""
+    return with_options(
+        function,
+        click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing."),
+        click.option("-f", "--follow", is_flag=True, help="Show the log to the job's end; fail if the job fails."),
+        click.option("--wait", is_flag=True, help="Wait for the job's end, without its log; fail if the job fails."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON."),
+    )
+
+
+def start(
+    backend: Backend,
+    plan: Plan,
+    announcement: Callable[[], str],
+    *,
+    dry_run: bool,
+    follow: bool,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Start a job that was planned, print its name, and follow it if asked; or print what would be sent."""
+    from smpkit_estimator.job import Job
+
+    console = _console.current()
+    for note in plan.notes:
+        console.note(f"note: {note}")
+    if dry_run:
+        click.echo(json.dumps(plan.shown, indent=2) + "\n" if as_json else plan.text(), nl=False)
+        return 0
+    console.note(announcement())
+    job = Job(plan.name, backend)
+    try:
+        result = backend.submit(plan)
+    except KeyboardInterrupt:  # its name was not printed yet
+        console.note(f"\n`{job.name}` was being started, and may have been")
+        console.hint(f"`smpkit status {job.name}` tells, `smpkit stop {job.name}` stops it")
+        raise
+    click.echo(json.dumps(result, indent=2) if as_json else job.name)
+    if follow:
+        return follow_job(job)
+    if wait:
+        return wait_for_job(job)
+    console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
+    return 0
