@@ -72,10 +72,6 @@ def test_trap_18_documented_tables_without_tensor_parallelism(
         assert set(mesh.groups(DP)) == set(groups(dp))
 
 
-def test_the_documented_dp_rank_of_process_6() -> None:
-    assert Mesh.from_world(8, 2, 1, "spread").index(DP, 6) == 2
-
-
 def test_the_aliases_are_the_strategies_they_stand_for() -> None:
     for alias, letters in (("cluster", "DPT"), ("spread", "TPD")):
         assert Mesh(2, 3, 2, alias).groups(TP) == Mesh(2, 3, 2, letters).groups(TP)
