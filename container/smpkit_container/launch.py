@@ -89,6 +89,7 @@ class _Launch:
         self._environment.folders.failure.unlink(missing_ok=True)
         if self._run is not None:  # of an attempt before
             (self._run / SUMMARY).unlink(missing_ok=True)
+        first = self.topology.node_rank * self.topology.processes_per_host
         with contextlib.ExitStack() as stack:
             port = stack.enter_context(meeting_port(self.topology))
             place = meeting_place()
@@ -99,8 +100,15 @@ class _Launch:
                     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="smpkit-ssh-"))
                     ssh = Ssh(Path(folder), place, port + 2)
                 facts = ssh.facts if ssh else {}
-                with _stoppable():
-                    peers = stack.enter_context(meet(self.topology, facts, self.timeouts.start, port + 1, self._token))
+                began = time.monotonic()
+                try:
+                    with _stoppable():
+                        peers = stack.enter_context(
+                            meet(self.topology, facts, self.timeouts.start, port + 1, self._token)
+                        )
+                except _Stopped:
+                    seconds = time.monotonic() - began
+                    return Outcome((), missing=(first,), stop_signal=signal.SIGTERM, seconds=seconds), None
                 if not self.topology.interface:
                     self.topology = replace(self.topology, interface=interface_with(peers.own_address))
             program = self._program(extra)
@@ -121,7 +129,6 @@ class _Launch:
                 own = {**self._environ, **variables} if starter.serves else variables
                 return {**theirs, **own, **mpi_rank_variables(theirs)}
 
-            first = self.topology.node_rank * self.topology.processes_per_host
             try:
                 outcome = Host(
                     range(first, first + self.topology.processes_per_host),
@@ -278,12 +285,16 @@ def meeting_port(topology: Topology) -> Iterator[int]:
         yield int(reservation.getsockname()[1])
 
 
+class _Stopped(Exception):
+    """SIGTERM came while the hosts met."""
+
+
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
     """Let SIGTERM end the wait for other hosts: the first process of a container ignores it without a handler."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        raise LaunchError(f"stopped by {signal.Signals(number).name} while waiting for the other hosts")
+        raise _Stopped
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:

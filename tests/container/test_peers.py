@@ -360,6 +360,17 @@ def test_a_scheduled_host_that_never_comes_is_named(tmp_path: Path, present: int
     assert re.search(rf"node[79] waited 1 s for {absent}", err)
 
 
+def test_a_stop_while_hosts_meet_is_no_failure_of_its_own(tmp_path: Path) -> None:
+    """A job that is preempted before its hosts have met is queued again, as later."""
+    with free_ports() as port:
+        process = scheduled(tmp_path, 0, "", port)
+        knock(port + 1, b"").close()
+        process.send_signal(signal.SIGTERM)
+        [(status, _, err)] = ends([process])
+    assert status == 143
+    assert "the ranks had not all started" in err
+
+
 def test_scheduled_hosts_of_another_job_stay_out(tmp_path: Path) -> None:
     """The token is the job's: who is told another one is no host of it, whatever index it claims."""
     tokens = [tmp_path / f"token-{number}" for number in range(2)]

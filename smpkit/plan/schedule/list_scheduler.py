@@ -44,8 +44,8 @@ def list_schedule(
     Args:
         caps: for each rank, how many microbatches may be live; at least one.
         forwards_first: hold back a rank's backwards until all of its forwards have run (GPipe).
-        depths: for each rank, how many microbatches may be there whose last BACKWARD has not run; caps count those too
-            that wait for WEIGHT. None: as many as caps allow.
+        depths: for each rank, the most microbatches before their last BACKWARD. Unlike `caps`, it leaves out those
+            that only wait for WEIGHT. None: as many as caps allow.
         group: number of neighbouring microbatches that go through a segment before the first of them goes on.
     """
     tasks = tasks_of(graph, costs, split_backward)

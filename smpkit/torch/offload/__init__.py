@@ -1,4 +1,4 @@
-"""What checkpointed layers keep leaves the device after forward, and is back before backward needs it.
+"""Inputs of checkpointed layers move to the host after forward, and are back before backward needs them.
 
 ::
 

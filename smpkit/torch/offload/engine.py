@@ -1,7 +1,7 @@
-"""Take what checkpointed calls keep away from the device, and bring it back in time.
+"""Copy the inputs of checkpointed calls to the host, free their device memory, and load them before backward.
 
-A call *parks* its inputs when its forward begins, and takes them when backward runs it again. Nothing waits for the
-device but compute for a load, and an allocator for a copy; who may touch which bytes when is said by events alone::
+A call *parks* its inputs when its forward begins, and takes them when backward runs it again. Only two things wait:
+compute for a load that it needs, and the reuse of memory for copies that still use it. Events alone order both::
 
     on the device ──send──► both, copying out ──copied──► on the host ──load──► both, copying back ──take──► on the host
 
@@ -329,7 +329,7 @@ class ActivationEngine(Offloader):
         """Free device memory whose copy is complete, the oldest first."""
         if devices.is_capturing(self.link.device):  # a graph may not wait for what is not in it
             return
-        # Without a plan backward may begin any time, and with the latest calls: hold those.
+        # Without a plan backward may begin now, and it begins with the latest calls: keep those on the device.
         held = 0 if self.order.is_planned else self.tuner.lead
         held = max(held, _MIN_HELD) if self.link.runs_ahead else held
         while self._leaving:
