@@ -177,5 +177,5 @@ def test_ordinary_jobs_are_accepted(
     }
     body = backend.plan(validated(JobConfig, written, subject="job"), folder).payload.body
     assert not ParamValidator().validate(body, SHAPE).has_errors()
-    for key, value in written["hyperparameters"].items():  # type: ignore[attr-defined]
+    for key, value in written["hyperparameters"].items():
         assert json.loads(body["HyperParameters"][key]) == value
