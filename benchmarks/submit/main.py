@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LIMIT = 3.0
+LIMITS = {"request": 3.0, "pack": 2.0}
 """We must be so many times as fast as the SDK."""
 STARTUP_LIMIT = 2.5
 """`smpkit --help` may take this many times as long as `python -c "import click"`."""
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if run:  # the first ones fill the disk cache
                     found[task, who].append(measured)
     print(table(found, options.files))
-    return 0 if min(ratio(found, task) for task in ("request", "pack")) >= LIMIT else 1
+    return 0 if all(ratio(found, task) >= limit for task, limit in LIMITS.items()) else 1
 
 
 def startup(runs: int) -> int:
@@ -131,8 +131,10 @@ def table(found: dict[tuple[str, str], list[dict[str, Any]]], files: int) -> str
     for (task, who), runs in found.items():
         numbers = f"{median(runs, 'cpu'):.2f} s | {median(runs, 'wall'):.2f} s | {median(runs, 'peak') / 1024:.0f} MiB"
         lines.append(f"| {titles[task]} | {who} | {numbers} | {median(runs, 'bytes'):,.0f} |")
-    ratios = ", ".join(f"{titles[task]} {ratio(found, task):.1f} times" for task in titles)
-    return "\n".join([*lines, "", f"As fast as the SDK, by medians of CPU time: **{ratios}** (limit {LIMIT:g})."])
+    ratios = ", ".join(
+        f"{titles[task]} {ratio(found, task):.1f} times (limit {limit:g})" for task, limit in LIMITS.items()
+    )
+    return "\n".join([*lines, "", f"As fast as the SDK, by medians of CPU time: **{ratios}**."])
 
 
 if __name__ == "__main__":
