@@ -361,7 +361,8 @@ def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequ
             'echo "$hosts" > "$attempt.hosts"',
             f'{shlex.join(srun)} --output="$attempt-%n.log" {shlex.join(command)}',  # `%n` is the number of the node
             "code=$?",
-            # Ranks that saved after SIGTERM: the job was preempted with a time of grace, or somebody stopped it.
+            # SIGTERM ended it: the job was preempted with a time of grace, or somebody stopped it. After the request to
+            # queue it again, Slurm ends this script, which must not end before with a code of its own.
             f'if [ "$code" = {names.STOPPED} ]; then',
             '  [ ! -e "$run/stopped" ] || exit 0',
             *(['  scontrol requeue "$SLURM_JOB_ID" && sleep 60'] if options.requeue else []),

@@ -67,7 +67,7 @@ class Transport:
         device: torch.device,
         between_gpus: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
-        self._on_cpu = device.type == "cpu"
+        self._device = device
         self.hosts = HostLink(group, ranks, device)
         self.gpus = None if between_gpus is None else GpuLink(*between_gpus, self.hosts, group.rank(), device)
         self.recorder: MessageRecorder | None = None
@@ -90,13 +90,11 @@ class Transport:
                 tensor = tensor.detach()
             if message.transfer.spec.order is not None:
                 tensor = permute_to_memory(tensor, message.transfer.spec.order)
-            if copy and (self._on_cpu or self.gpus is not None):  # from a GPU through the hosts, a copy travels anyway
+            # From a GPU through the hosts, a copy travels anyway.
+            if copy and (self._device.type == "cpu" or self.gpus is not None):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        if self.gpus is not None and self.gpus.reaches(message.receiver):
-            self.gpus.send(tensor, message)
-        else:
-            self.hosts.send(tensor, message)
+        self._link_with(message.receiver).send(tensor, message)
         if self.recorder is not None:
             num_bytes = 0 if tensor is None else tensor.nbytes
             tag = self.hosts.tag_of(message)
@@ -104,25 +102,24 @@ class Transport:
 
     def post(self, message: Message) -> None:
         """Start a receive before its data is needed."""
-        if self.gpus is not None and self.gpus.reaches(message.sender):
-            self.gpus.post(message)
-        else:
-            self.hosts.post(message)
+        self._link_with(message.sender).post(message)
 
     def receive(self, message: Message) -> torch.Tensor | None:
         """Return a value or gradient that another rank sends; None: the value has no gradient."""
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        is_direct = self.gpus is not None and self.gpus.reaches(message.sender)
-        if is_direct and self.gpus is not None:
-            value = self.gpus.receive(message, awaits_data=self.recorder is not None)
-        else:
-            value = self.hosts.receive(message)
+        link = self._link_with(message.sender)
+        value = link.receive(message)
         if self.recorder is not None:
-            # Between GPUs, a gradient of None is a header without a message.
-            num_bytes = 0 if value is None and is_direct else message.transfer.spec.num_bytes
+            num_bytes = message.transfer.spec.num_bytes
+            if link is self.gpus:
+                devices.wait_for_stream(self._device)  # so that the wait is timed apart from compute
+                num_bytes = 0 if value is None else num_bytes  # None is a header without a message
             tag = self.hosts.tag_of(message)
             self.recorder("receive", message.sender, num_bytes, tag, start_ns, time.perf_counter_ns())
         return value
+
+    def _link_with(self, peer: int) -> GpuLink | HostLink:
+        return self.gpus if self.gpus is not None and self.gpus.reaches(peer) else self.hosts
 
     def announce(self, message: Message) -> None:
         """Tell the receiver which value `send` will send next; without a record, it may expect one of another size.
@@ -179,7 +176,7 @@ class GpuLink:
         self._device = device
         self._peers: set[int] = set()
         self._stream = devices.new_stream(device, high_priority=True)
-        """Receives begin after what this stream waits for, and not after all compute that has been queued."""
+        """Receives are begun on it: they wait until their memory is free, and not for all compute that is queued."""
         self._memory: dict[int, _Memory] = {}
         """By tag, for messages whose header has not come."""
         self._arrivals: dict[int, _Arrival | None] = {}
@@ -187,9 +184,9 @@ class GpuLink:
         self._num_received: Counter[int] = Counter()
         """By peer, how many receives have begun."""
         self._sent: defaultdict[int, deque[SentTensor]] = defaultdict(deque)
-        """By peer, what it is not known to receive."""
+        """By peer, messages whose receive is not known to have begun."""
         self._num_released: Counter[int] = Counter()
-        """By peer, how many other messages there were."""
+        """By peer, how many messages have been let go of, in the order of the sends."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Connect pairs of the pipeline's ranks; all its ranks call this alike.
@@ -236,12 +233,8 @@ class GpuLink:
         if (tag := self._hosts.tag_of(message)) not in self._arrivals:
             self._memory[tag] = self._new_memory(message.transfer.spec.num_bytes)
 
-    def receive(self, message: Message, *, awaits_data: bool) -> torch.Tensor | None:
-        """Return a value or gradient.
-
-        Args:
-            awaits_data: whether to wait until it is on the GPU, so that waits can be timed apart from compute.
-        """
+    def receive(self, message: Message) -> torch.Tensor | None:
+        """Return a value or gradient, for which the current stream waits."""
         spec, tag = message.transfer.spec, self._hosts.tag_of(message)
         while tag not in self._arrivals:
             if not self._read_header(message.sender, message):
@@ -255,8 +248,6 @@ class GpuLink:
                 return None
             return laid_out(torch.empty(spec.shape, dtype=spec.dtype, device=self._device), spec)
         data = _take(arrival)
-        if awaits_data:
-            devices.wait_for_stream(self._device)
         return laid_out(data.view(spec.dtype).view(spec.shape).detach(), spec)
 
     def end_step(self) -> None:
