@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.arguments import check_bool, check_num_bytes
-from smpkit.torch.core.microbatches import is_batched, join, split
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.offloader import KEEPING, Offloader
 from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine
+from smpkit.torch.offload_model.microbatches import is_batched, join, split
 from smpkit.torch.offload_model.slices import Balance, check_layers, cut_layers, make_slices
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.recompute.layer import ModuleCheckpoint
