@@ -33,6 +33,8 @@ class PendingSave:
         self._work = work
         # A daemon: after a failure of the job, the process must be able to end. Otherwise shutdown waits for it.
         self._thread = threading.Thread(target=self._run, name="smpkit-save", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:
@@ -67,7 +69,8 @@ class PendingSave:
 
     def unreported_error(self) -> Exception | None:
         """Wait for the thread; return its error unless `wait` has raised it."""
-        self._thread.join()
+        if self._thread.ident is not None:  # else a signal ended the script before the thread was there
+            self._thread.join()
         return None if self._is_reported else self._error
 
 
@@ -77,8 +80,10 @@ _previous: PendingSave | None = None
 def start(tag: str, work: Callable[[], None]) -> PendingSave:
     """Run `work` in a thread; the next save waits for it."""
     global _previous  # noqa: PLW0603
-    _previous = PendingSave(tag, work)
-    return _previous
+    pending = _previous = PendingSave(tag, work)
+    # Only now: a signal that ends the script while the thread starts must find a save to wait for.
+    pending.start()
+    return pending
 
 
 def finish_previous_save() -> None:

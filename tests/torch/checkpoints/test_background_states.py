@@ -157,7 +157,7 @@ def test_a_grad_scaler_is_kept_as_it_was(tmp_path: Path) -> None:
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, time, torch
+import os, signal, threading, time, torch
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import save as saving
 {handler}
@@ -179,6 +179,16 @@ while not {until}:
     time.sleep(0.01)
 """
 
+STOPPED_AS_THE_THREAD_STARTS = """
+smp.on_stop(lambda: None)
+start = threading.Thread.start
+def stopped(thread):
+    start(thread)
+    if thread.name == "smpkit-save":
+        os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread.start = stopped
+"""
+
 
 @pytest.mark.parametrize(
     ("handler", "until", "newest"),
@@ -186,8 +196,9 @@ while not {until}:
         ("", "False", "good"),
         ("", "smp.stop_requested()", "last"),
         ("smp.on_stop(lambda: None)", "False", "last"),
+        (STOPPED_AS_THE_THREAD_STARTS, "False", "last"),
     ],
-    ids=["no handler", "stop_requested", "on_stop"],
+    ids=["no handler", "stop_requested", "on_stop", "on_stop as the thread starts"],
 )
 def test_sigterm_in_a_save(handler: str, until: str, newest: str, tmp_path: Path) -> None:
     """The save ends, or leaves the one before whole and `newest` as it was."""
