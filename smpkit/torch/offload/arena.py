@@ -160,4 +160,4 @@ def arena_for(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Are
         budget_bytes = max(1, int(_FREE_SHARE * free) // num_sharers)
     pinned = devices.has_streams(link.device)
     allocate = partial(pinned_bytes, link.device) if pinned else partial(mapped_bytes, in_large_pages=False)
-    return Arena(budget_bytes, allocate, link.close)
+    return Arena(budget_bytes, allocate, link.before_free)

@@ -107,8 +107,16 @@ class Link:
         """Return the time between two stamps; None as long as the device has not reached them."""
         return 1e-9 * float(last - first)
 
+    def before_free(self) -> None:
+        """Block this thread until no copy can use memory that is freed next.
+
+        Python's garbage collector calls this, perhaps while this thread starts another one or holds a lock: so it must
+        wait for no thread and no lock. A link whose copies keep their memory alive has nothing to do.
+        """
+
     def close(self) -> None:
         """Block this thread until all copies have ended."""
+        self.before_free()
 
 
 class _StreamEvent:
@@ -188,7 +196,7 @@ class AcceleratorLink(Link):
     def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
         return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
 
-    def close(self) -> None:
+    def before_free(self) -> None:
         for name, stream in (("out", self._out), ("back", self._back)):
             self.synchronize(_StreamEvent(stream), f"closing the copy stream {name}")
 

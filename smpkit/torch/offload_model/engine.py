@@ -111,8 +111,7 @@ class Engine:
         """The slice whose forward runs."""
         self._before: dict[int, list[Tensor | None]] = {}
         """The gradients that parameters had before the backward of their slice."""
-        # Copies must end before the memory goes that they use.
-        weakref.finalize(self, self.link.close)
+        weakref.finalize(self, self.link.before_free)
         if not in_place:
             trained = (parameter for parameter in self.parameters if parameter.requires_grad)
             handles = [

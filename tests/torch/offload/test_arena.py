@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smpkit.errors import UsageError
+from smpkit.testing import EmulatedLink
 from smpkit.torch.offload import arena as arenas
-from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block, aligned
+from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block, aligned, arena_for
 from smpkit.torch.offload.link import DONE, Link
 from tests.torch.offload.chains import allocate
 
@@ -126,6 +127,15 @@ def test_memory_goes_back_with_the_arena_when_no_copy_uses_it() -> None:
     del arena
     gc.collect()
     assert order == ["finished", "released"]
+
+
+def test_memory_that_goes_waits_for_no_thread() -> None:
+    """Garbage is collected anywhere, also while a thread starts, under a lock that the end of another one needs."""
+    closed, link = list[str](), EmulatedLink()
+    link.close = lambda: closed.append("closed")  # type: ignore[method-assign]
+    arena_for(link, 4096)
+    gc.collect()
+    assert not closed
 
 
 BUDGETS = [(8000, None, 3000), (8000, 5000, 5000), (0, None, 1), (None, None, None)]
