@@ -492,7 +492,7 @@ def _memory(planned: Planned, asked: Asked) -> Iterator[str]:
     yield from table(rows, width())
     dtypes = sorted({dtype for memory in memories for dtype in memory.dtypes})
     peak = "at the peak of live microbatches"
-    if any(memory.step_bytes > memory.gathered_bytes + (memory.activations_bytes or 0) for memory in memories):
+    if any(memory.masters_bytes > memory.gathered_bytes + (memory.activations_bytes or 0) for memory in memories):
         peak = "in optimizer.step(), where the masters have gradients, instead of activations"
     yield f"(parameters and buffers in {', '.join(dtypes)}; {peak})"
 

@@ -48,8 +48,6 @@ class Header:
     """Names the clock; ranks with the same one need no alignment."""
     anchor_ns: int
     """The clock on leaving a barrier of all ranks."""
-    anchor_unix_ns: int
-    """The time of day at that moment."""
     pp: int
     tp: int
     rdp: int

@@ -145,9 +145,7 @@ class RankMemory:
     gathered_bytes: int = 0
     """With sharded data parallelism, the most that is gathered at a time of parameters that replicas divide."""
     masters_bytes: int = 0
-    """Float32 weights behind those in half precision."""
-    step_bytes: int = 0
-    """Their gradients, during `optimizer.step()`, when there are no activations."""
+    """Float32 weights behind those in half precision; their gradients take as much, during `optimizer.step()`."""
 
     @property
     def static_bytes(self) -> int:
@@ -159,7 +157,7 @@ class RankMemory:
     def total_bytes(self) -> int:
         """The most at a time of all that is known: with activations, or in the optimizer's step."""
         passing = self.gathered_bytes + (self.activations_bytes or 0)
-        return self.static_bytes - self.gathered_bytes + max(passing, self.step_bytes)
+        return self.static_bytes - self.gathered_bytes + max(passing, self.masters_bytes)
 
 
 def memory_of_ranks(
@@ -230,7 +228,6 @@ def memory_of_ranks(
                 host_bytes=on_host,
                 gathered_bytes=_gathered_bytes(whole, model.blocks, share, persistent, half=half is not None),
                 masters_bytes=_bytes(masters),
-                step_bytes=_bytes(masters),
             )
         )
     return tuple(memories)

@@ -49,7 +49,6 @@ def header(rank: int, size: int, **changes: object) -> Header:
         run="abc",
         clock="one",
         anchor_ns=0,
-        anchor_unix_ns=0,
         pp=rank,
         tp=0,
         rdp=0,

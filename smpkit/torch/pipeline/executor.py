@@ -282,8 +282,7 @@ class _Step:
         if len(self.outputs) == len(self.microbatches):
             outputs = [self.outputs[index] for index in range(len(self.outputs))]
             self.results = Results(self.stage, self.microbatches, outputs)
-            segments = [each.segments[self.stage.rank] for each in self.microbatches]
-            self._num_expected = sum(segments) + len(segments)
+            self._num_expected = sum(each.num_own_segments for each in self.microbatches)
             self._num_expected += self._num_split * [each.diverged for each in self.microbatches].count(False)
 
     # --- backward ------------------------------------------------------------------------------------------------
@@ -307,8 +306,8 @@ class _Step:
             self._run_action(kind, segment, microbatch, work.run, segment, is_split)
         else:
             self._run_action(kind, segment, microbatch, work.run_weights, segment)
-        if len(work.done) > microbatch.segments[self.stage.rank] and not work.weight_backwards:
-            microbatch.release()  # all of this rank's backward has run
+        if microbatch.has_run_backward:
+            microbatch.release()
             if kind is Kind.WEIGHT:
                 drop_graph(self.stage, self.outputs.get(microbatch.index))
 

@@ -199,7 +199,7 @@ class _FakeMicrobatch(Microbatch):
     def run_on_owner(self, owner: int, call: Call) -> Any:
         """Return placeholders of what a call returns on rank `owner`; note the call if it is one of a module."""
         result = super().run_on_owner(owner, call)
-        segment = Segment(owner, self.segments[owner])
+        segment = Segment(owner, self.current_segments[owner])
         names = call.target if isinstance(call.target, tuple) else (call.target,)
         self.module_calls += [(segment, name) for name in names if isinstance(name, str)]
         return result

@@ -134,7 +134,7 @@ class Microbatch:
         self.unsplittable: set[int] = set()
         """Segments of this rank in which hooks were used that run in every walk through the graph."""
         self._rank, self._device_type, self._output_specs = stage.rank, stage.device.type, stage.output_specs
-        self.segments = [0] * stage.size
+        self.current_segments = [0] * stage.size
         """The segment that each rank is in."""
         self._sent = [False] * stage.size
         """By rank, whether it has sent in its present segment: its next receive begins a new one."""
@@ -144,17 +144,22 @@ class Microbatch:
         """By id, the weights (and views of weights) that it has used as values, and those values."""
         self._fresh: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id, the tensors that code between units has made of nothing, on every rank."""
-        self.changes = ValueChanges(stage, self.segments)
+        self.changes = ValueChanges(stage, self.current_segments)
         self.backward_work = BackwardWork(stage.transport, index)
 
     @property
     def num_segments(self) -> tuple[int, ...]:
         """How many segments each rank has had so far."""
-        return tuple(segment + 1 for segment in self.segments)
+        return tuple(segment + 1 for segment in self.current_segments)
 
     @property
     def num_own_segments(self) -> int:
-        return self.segments[self._rank] + 1
+        return self.current_segments[self._rank] + 1
+
+    @property
+    def has_run_backward(self) -> bool:
+        """Whether all of this rank's backward has run, halves for weights included."""
+        return len(self.backward_work.done) == self.num_own_segments and not self.backward_work.weight_backwards
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class Microbatch:
             if storage is None or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES:
                 raise held_everywhere_error(name, tensor)
             value = tensor.detach() if owner == self._rank else None
-            become_stage_tensor(tensor, owner, value, self.segments[owner])
+            become_stage_tensor(tensor, owner, value, self.current_segments[owner])
 
     def run_plain_operation(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
@@ -295,7 +300,9 @@ class Microbatch:
         if id(tensor) not in self._weights:
             owner = self.stage.parameter_owners[id(weight)]
             data = tensor if owner == self._rank else None
-            value = make_stage_tensor(dense_spec_of(tensor), self.stage.device, owner, data, self.segments[owner])
+            value = make_stage_tensor(
+                dense_spec_of(tensor), self.stage.device, owner, data, self.current_segments[owner]
+            )
             self._weights[id(tensor)] = tensor, value
         return self._weights[id(tensor)][1]
 
@@ -321,7 +328,7 @@ class Microbatch:
 
     def _placeholders(self, owner: int, call: Call, kind: CallKind) -> Any:
         """Return the result of a call that another rank runs."""
-        if call.stream is not None:
+        if call.has_closed_stream is not None:
             self.stage.random.skip(call.name)  # as on the owner, so that streams stay equal on all ranks
         spec, device = kind.output_spec, self.stage.device
         if type(spec) is TensorSpec:  # most calls
@@ -336,15 +343,15 @@ class Microbatch:
         self, call: Call, kind: CallKind, owner_args: tuple[Any, ...], owner_kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run a call that this rank owns; return its result, and the data of its arguments."""
-        stage, name, stream, known = self.stage, call.name, call.stream, kind.output_spec
-        if stream:
-            self.backward_work.units[self.segments[self._rank]].append(name)
+        stage, name, is_closed, known = self.stage, call.name, call.has_closed_stream, kind.output_spec
+        if is_closed:
+            self.backward_work.units[self.current_segments[self._rank]].append(name)
         # Only after all transfers: a receive may have begun a segment, in which older values are detached.
         args, kwargs, tensors = self._as_local_data(kind, owner_args, owner_kwargs)
         versions = versions_of(tensors)
         # Calls of a kind do the same, so to look into containers once is enough.
         contents = contents_of((args, kwargs)) if known is MISSING else None
-        kept = None if stream is None else stage.random.enter(name, stream)
+        kept = None if is_closed is None else stage.random.enter(name, is_closed)
         try:
             stage.inside_unit = not call.is_operation
             try:
@@ -357,7 +364,9 @@ class Microbatch:
             has_changed = call.changes_first or versions != versions_of(tensors)
             # Most calls return what is known, and nothing else happens.
             if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
-                return make_stage_tensor(known, stage.device, self._rank, output, self.segments[self._rank]), tensors
+                return make_stage_tensor(
+                    known, stage.device, self._rank, output, self.current_segments[self._rank]
+                ), tensors
             if contents is not None and contents != contents_of((args, kwargs)):
                 raise written_container_error(name)
             changes = changed_arguments(tensors, versions, changes_first=call.changes_first) if has_changed else ()
@@ -372,7 +381,7 @@ class Microbatch:
         """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
         if kind.has_tensors_only and not self.changes.missed:  # most calls: no need to look into containers
-            segment = self.segments[self._rank]
+            segment = self.current_segments[self._rank]
             for part in args:
                 if type(part) is StageTensor and part.segment == segment and part.value is not None:
                     tensors.append(part.value)
@@ -389,7 +398,7 @@ class Microbatch:
 
     def _local_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's data of a value that it owns, detached if an earlier segment made it."""
-        segment = self.segments[self._rank]
+        segment = self.current_segments[self._rank]
         if type(tensor) is not StageTensor:
             # Every rank makes a plain tensor by itself. One with a graph counts as made in the first segment.
             if segment > 0 and tensor.requires_grad and not tensor.is_leaf:
@@ -405,7 +414,7 @@ class Microbatch:
 
     def _publish(self, name: str, kind: CallKind, output: Any, changes: tuple[Change, ...]) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if its kind is new."""
-        device, owner, segment = self.stage.device, self._rank, self.segments[self._rank]
+        device, owner, segment = self.stage.device, self._rank, self.current_segments[self._rank]
         known, is_one = kind.output_spec, type(output) is torch.Tensor
         if kind.is_inferred and not (is_one and output.stride() == known.stride):
             output = with_strides_of(known, output)
@@ -481,7 +490,7 @@ class Microbatch:
         self.call_trace.append(f"a transfer of {spec} from rank {source} to rank {target}")
         begins_segment = self._sent[target]  # see [Note: segments]
         if begins_segment:
-            self.segments[target] += 1
+            self.current_segments[target] += 1
             self._sent[target] = False
         self._sent[source] = True
         transfer = self._next_transfer(source, target, spec)
@@ -490,7 +499,7 @@ class Microbatch:
             self._send(tensor, transfer)
         elif target == self._rank and begins_segment and self.before_wait is not None:
             self.before_wait()  # let other microbatches run instead of waiting for this value
-        copy = make_stage_tensor(spec, self.stage.device, target, None, self.segments[target])
+        copy = make_stage_tensor(spec, self.stage.device, target, None, self.current_segments[target])
         if target == self._rank:
             self.changes.note_received(copy)
             copy.value = self._receive(transfer)
@@ -559,7 +568,9 @@ class Microbatch:
                 hint="put a loop that goes from rank to rank and back (as over time steps) into one torch.nn.Module, "
                 "which is placed as a whole",
             )
-        return P2PTransfer(number, source, target, self.segments[source], self.segments[target], spec, self._consumer)
+        return P2PTransfer(
+            number, source, target, self.current_segments[source], self.current_segments[target], spec, self._consumer
+        )
 
     def _diverge(self, how: str) -> None:
         """Diverge from the record, and first run everything that follows it."""
@@ -611,7 +622,7 @@ class Microbatch:
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
                     gradient = None if start is None else self._local_value(start)
                     start = root_gradient(value, gradient, scale)
-                    self.backward_work.add_root(value, start, self.segments[self._rank])
+                    self.backward_work.add_root(value, start, self.current_segments[self._rank])
 
     def note_hooks(self, change: int) -> None:
         """Note that the present segment uses hooks that run in every walk through the graph.
@@ -620,7 +631,7 @@ class Microbatch:
             change: 1 where code enters hooks on saved tensors, -1 where it leaves them, 0 for any other hook.
         """
         self._in_hooks += change
-        self.unsplittable.add(self.segments[self._rank])
+        self.unsplittable.add(self.current_segments[self._rank])
 
     def release(self) -> None:
         self.backward_work.release()

@@ -74,7 +74,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     mode: object = None
     """What else decides the result, such as a module's `training`."""
-    stream: bool | None = None
+    has_closed_stream: bool | None = None
     """Whether its stream of random numbers is a closed one; None if it has none of its own."""
     is_operation: bool = False
     """Whether it is an operation of torch, and not code of modules, in which no call is dispatched."""

@@ -412,12 +412,12 @@ def _open_writer() -> EventWriter | None:
 
 
 def _header() -> Header:
-    """Agree on a name for the run with the other ranks, and read both clocks right after a barrier."""
+    """Agree on a name for the run with the other ranks, and read the clock right after a barrier."""
     name = torch.tensor([secrets.randbits(62)], device="cpu")
     with waiting("the start of recording", state.object_group):
         dist.broadcast(name, group=state.object_group, group_src=0)
         dist.barrier(group=state.object_group)
-    anchor_ns, anchor_unix_ns = time.perf_counter_ns(), time.time_ns()
+    anchor_ns = time.perf_counter_ns()
     mesh, place, host = state.mesh, state.mesh.coordinates(state.rank), socket.gethostname()
     return Header(
         rank=state.rank,
@@ -426,7 +426,6 @@ def _header() -> Header:
         # This kernel's monotonic clock, which containers of one machine share under other host names.
         clock=_BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else host,
         anchor_ns=anchor_ns,
-        anchor_unix_ns=anchor_unix_ns,
         pp=place.pp,
         tp=place.tp,
         rdp=place.rdp,
