@@ -21,8 +21,8 @@ from tests.ranks import run_ranks
 
 MESSAGES_PER_RANK = 4
 """Of an agreement: size and text of what a rank says, and of the answer."""
-AGREEMENTS = {"save": 5, "resume": 4}
-"""Of a save to a folder that is known: the call, prepared, written, published, marked. Of a resume: who shares the
+AGREEMENTS = {"save": 4, "resume": 4}
+"""Of a save to a folder that is known: the call, written, published, marked. Of a resume: who shares the
 folder, which checkpoints there are, are they intact, loaded."""
 
 
