@@ -140,14 +140,3 @@ def test_inputs_and_outputs_lie_alike_on_all_ranks() -> None:
     first, last = run_ranks(score_batches, 2)
     assert all(equal for equal, _ in first)
     assert first == last
-
-
-def changed_by_argument(model: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    before = model.far(y)
-    functional.relu(y, inplace=True)
-    return before + model.far(y)  # not of the copy that is there
-
-
-def test_a_change_that_an_argument_asks_for_reaches_copies() -> None:
-    same(Case(functools.partial(Around, changed_by_argument), vectors, mse_step), WAY)
