@@ -477,3 +477,15 @@ def test_replicas_that_train_apart_and_hold_other_states_are_not_saved_as_one(tm
         train(model, optimizer)
     with pytest.raises(CheckpointError, match="ranks 0 and 1 hold the same part of the model, but not the same states"):
         save_checkpoint(tmp_path, "one")
+
+
+def test_masters_follow_a_full_checkpoint(tmp_path: Path) -> None:
+    smp.init({"bf16": True})
+    model, optimizer = make()
+    train(model, optimizer)
+    save_checkpoint(tmp_path, "one", partial=False)
+    train(model, optimizer)
+    resume_from_checkpoint(tmp_path, "one", partial=False)
+    masters = optimizer.masters.masters()
+    for parameter in model.parameters():
+        assert torch.equal(masters[id(parameter)], parameter.float())
