@@ -6,12 +6,15 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 import smpkit.torch as smp
+from smpkit.torch.distributed import deadline
 from tests.ranks import run_ranks
 
 
@@ -29,6 +32,32 @@ def over_ranks(module: nn.Module, places: Mapping[nn.Module, int], **options: An
     for part, rank in places.items():
         smp.set_partition(part, rank)
     return smp.DistributedModel(module)
+
+
+def in_a_row(*layers: nn.Module, around: nn.Module | None = None, **options: Any) -> Any:
+    """Return a model of which each rank has some layers; without a module around them they follow each other."""
+    degree = int(os.environ["WORLD_SIZE"])
+    places = {layer: number * degree // len(layers) for number, layer in enumerate(layers)}
+    return over_ranks(nn.Sequential(*layers) if around is None else around, places, **options)
+
+
+MANY_SECONDS = 600
+"""`timeout_seconds`: whoever waits for that has not noticed."""
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """Return the error of `action` with its notes, or nothing; see that it comes long before anybody's deadline.
+
+    The other ranks are told of it, as by a script that ends.
+    """
+    started, text = time.monotonic(), ""
+    try:
+        action()
+    except Exception as error:
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        deadline.report_failure(error)
+    assert time.monotonic() - started < MANY_SECONDS / 4, text
+    return text
 
 
 @contextlib.contextmanager
