@@ -20,7 +20,7 @@ from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Training, Way, batch, build, differ, reference, same, trace_of, world
+from tests.train import Trace, Training, Way, batch, build, differ, reference, same, trace_of, training, world
 
 CASE = MODELS["tied by a function"]
 
@@ -50,8 +50,7 @@ def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
 
 def measure(way: Way) -> dict[str, Any]:
     """What one rank holds, and the norms it sees."""
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         script.run(0)
         model = script.model
         parameters: list[Any] = list(model.parameters())
@@ -101,8 +100,7 @@ def evaluate_and_change(way: Way) -> list[float]:
     """Evaluate in each way that a script may; after each, double all parameters, and train without changing them."""
     in_step: Any = smp.step(evaluated)
     losses = []
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         model = script.model
         known = list(model.parameters())
         script.optimizer.param_groups[0]["lr"] = 0.0
@@ -272,8 +270,7 @@ def raising(model: Any, ids: Tensor, labels: Tensor) -> None:
 @on_ranks(2)
 def test_after_a_failed_pass_training_cannot_go_on() -> None:
     way = way_of()
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         with pytest.raises(ZeroDivisionError):
             smp.step(raising)(script.model, *batch(CASE, 0, 8))
         for again in (lambda: script.run(0), lambda: script.model(batch(CASE, 0, 8)[0])):
@@ -295,8 +292,7 @@ def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() ->
 
 def shard_attributes(way: Way) -> tuple[Any, Tensor]:
     """Return what a script finds on the parameters and the optimizer, after a step that it clips."""
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         optimizer = script.optimizer
         wholes = dict(build(CASE).named_parameters())
         names: dict[Any, str] = {each: name for name, each in script.model.module.named_parameters()}
@@ -346,8 +342,7 @@ def register(module: nn.Module) -> None:
 
 
 def register_after_wrapping(case: Case, way: Way) -> Trace:
-    with world(way):
-        script = Training(case, way)
+    with training(case, way) as script:
         register(script.model.module)
         return trace_of([script.run(number) for number in range(len(way.batches))], script.model)
 

@@ -17,7 +17,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from tests.models import MODELS, Case
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Training, Way, batch, build, same, trace_of, world
+from tests.train import Trace, Training, Way, batch, build, same, trace_of, training, world
 
 CASE = MODELS["frozen and unused parameters"]
 WHOLE = Way(replicas=2, microbatches=2, optimizer="AdamW in groups", model={"bucket_cap_mb": 0.001})
@@ -57,8 +57,7 @@ def measure(way: Way) -> dict[str, Any]:
 
         return mock.patch.object(dist, name, call)
 
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         script.run(0)
         script.run(1)
         with counted("reduce"), counted("_broadcast_coalesced"), counted("all_reduce"):
@@ -125,8 +124,7 @@ def test_parameters_may_be_frozen_and_unfrozen() -> None:
 
 def save() -> dict[str, Any]:
     """Return copies, as a state dict refers to the states that go on changing."""
-    with world(SHARDED):
-        script = Training(CASE, SHARDED)
+    with training(CASE, SHARDED) as script:
         script.run(0)
         optimizer = script.optimizer
         forms = {
@@ -141,8 +139,7 @@ def load(way: Way, kept: list[dict[str, Any]]) -> list[dict[int, dict[str, Tenso
     """Return the whole states after loading each form."""
     results = []
     for form in ("list", "own", "whole"):
-        with world(way):
-            script = Training(CASE, way)
+        with training(CASE, way) as script:
             script.run(0)
             source = kept[smp.rank()][form] if form == "own" else kept[0][form]
             script.optimizer.load_state_dict(copy.deepcopy(source))
