@@ -17,6 +17,7 @@ from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs, watching
 from smpkit.torch.recompute.torch_checkpoint import _Checkpoint
+from tests.models import WIDTH, NoGradient
 
 
 def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -97,19 +98,9 @@ def test_what_arrives_can_be_changed_in_place_and_who_has_kept_it_finds_out() ->
         kept.sum().backward()
 
 
-class GivesNoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _gradient: torch.Tensor) -> None:
-        return None
-
-
 def test_a_cut_makes_no_gradient_where_there_is_none() -> None:
     work, weight, other = BackwardWork(None, 0), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)  # type: ignore[arg-type]
-    work.add_root(GivesNoGradient.apply(work.cut(weight * 3, 0, 1)) * other, torch.ones(2), 1)
+    work.add_root(NoGradient.apply(work.cut(weight * 3, 0, 1)) * other, torch.ones(2), 1)
     work.run(1, split=False)
     work.run(0, split=False)
     assert other.grad is not None
@@ -123,9 +114,6 @@ def test_backward_starts_with_one_times_the_scale() -> None:
     assert root_gradient((leaf * 3).double(), None, 0.5).dtype is torch.float64  # type: ignore[union-attr]
     assert root_gradient(leaf.reshape(1), None, 0.5).shape == (1,)  # type: ignore[union-attr]
     assert root_gradient(torch.ones(2), None, 1.0) is None
-
-
-WIDTH = 6
 
 
 class Double(torch.autograd.Function):
