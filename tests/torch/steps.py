@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.torch.distributed import deadline
+from smpkit.torch.pipeline.executor import Executor
 from tests.ranks import run_ranks
 
 
@@ -23,6 +24,25 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     model.backward(loss)
     return loss
+
+
+@smp.step
+def evaluate(model: Any, x: Tensor) -> Any:
+    return model(x)
+
+
+def assignment() -> dict[str, int]:
+    """Return which pipeline rank has which unit of this rank's model."""
+    model: Any = smp.state.model
+    return dict(model.pipeline.assignment.partition_of)
+
+
+def executor() -> Executor:
+    """Return what runs the steps of this rank's model."""
+    model: Any = smp.state.model
+    found = model.pipeline._executor
+    assert isinstance(found, Executor)
+    return found
 
 
 def over_ranks(module: nn.Module, places: Mapping[nn.Module, int], **options: Any) -> Any:

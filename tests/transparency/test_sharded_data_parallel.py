@@ -100,7 +100,8 @@ def double(parameters: Iterable[Tensor]) -> None:
 @on_ranks(2)
 def test_parameters_may_be_changed_after_an_evaluation() -> None:
     """Evaluate in each way that a script may; after each, double all parameters, and train without changing them."""
-    plain, in_step = build(CASE), smp.step(evaluated)
+    plain = build(CASE)
+    in_step: Any = smp.step(evaluated)
     with training(CASE, way_of()) as script:
         model = script.model
         known = list(model.parameters())

@@ -17,19 +17,12 @@ from smpkit.plan.decide import decide
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.schedule.actions import Schedule
 from smpkit.plan.speed import Speed
-from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
-from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.messages import Message, Tag
 from tests.ranks import run_ranks
-from tests.torch.steps import in_a_row, on_ranks, train_step
+from tests.torch.steps import assignment, evaluate, executor, in_a_row, on_ranks, train_step
 
 WIDTH = 8
-
-
-@smp.step
-def evaluate(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    return model(inputs)
 
 
 class Tied(nn.Module):
@@ -50,14 +43,6 @@ def start(microbatches: int, *, tied: bool = False, **more: Any) -> Any:
     torch.manual_seed(3)
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(int(os.environ["WORLD_SIZE"]))]
     return in_a_row(*layers, around=Tied(layers) if tied else None, microbatches=microbatches, **more)
-
-
-def executor() -> Executor:
-    assert state.model is not None
-    assert state.model.pipeline is not None
-    found = state.model.pipeline._executor
-    assert found is not None
-    return found
 
 
 def record(microbatches: int, tied: bool, more: dict[str, Any]) -> tuple[Schedule, list[str], list[int]]:
@@ -221,7 +206,5 @@ def test_ranks_do_what_the_plan_says(options: dict[str, Any]) -> None:
     train_step(model, torch.ones(2 * options["microbatches"], WIDTH))
     schedule = executor().last_schedule
     assert schedule is not None
-    assert model.pipeline is not None
-    assert model.pipeline.assignment is not None
-    assert model.pipeline.assignment.partition_of == plan.assignment.partition_of
+    assert assignment() == plan.assignment.partition_of
     assert schedule.actions[smp.pp_rank()] == plan.timeline.schedule.actions[smp.pp_rank()]

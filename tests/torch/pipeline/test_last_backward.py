@@ -10,9 +10,9 @@ import torch
 
 import smpkit.torch as smp
 from tests.ranks import run_ranks
-from tests.torch.pipeline.test_executor import WIDTH, evaluate, executor, start
+from tests.torch.pipeline.test_executor import WIDTH, start
 from tests.torch.pipeline.test_rerecorded import own_way
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import evaluate, executor, on_ranks, train_step
 
 
 @smp.step

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from tests.models import WIDTH, Case, mse_step, vectors
-from tests.torch.steps import on_ranks, over_ranks
+from tests.torch.steps import evaluate, on_ranks, over_ranks
 from tests.train import Way, same
 
 WAY = Way(pipeline=2, microbatches=2, batches=(4, 4), placement=5, config={"pipeline": "zero_bubble"})
@@ -104,11 +104,6 @@ class Turned(nn.Module):
         return y.t().contiguous().t()
 
 
-@smp.step
-def score(model: Any, x: Tensor) -> Any:
-    return model(x)
-
-
 @on_ranks(2)
 def test_inputs_and_outputs_lie_alike_on_all_ranks() -> None:
     """Ranks that know other kinds of arguments than the others wait for them for ever."""
@@ -125,7 +120,7 @@ def test_inputs_and_outputs_lie_alike_on_all_ranks() -> None:
         (text[:2, :WIDTH], None),  # microbatches of one row
     ):
         with torch.no_grad():
-            returned = score(wrapped, first if own is None or smp.pp_rank() == 0 else own).outputs
+            returned = evaluate(wrapped, first if own is None or smp.pp_rank() == 0 else own).outputs
             wanted = [plain(part) for part in first.clone().chunk(2)]
         assert smp.pp_rank() > 0 or all(map(torch.equal, returned, wanted))
         strides = [output.stride() for output in returned]

@@ -17,7 +17,7 @@ from smpkit.torch.pipeline import executor as executor_module
 from smpkit.torch.pipeline import microbatch
 from tests.models import Case, mse_step
 from tests.ranks import run_ranks
-from tests.torch.steps import in_a_row, on_ranks, over_ranks, train_step
+from tests.torch.steps import executor, in_a_row, on_ranks, over_ranks, train_step
 from tests.train import Way, same
 
 
@@ -59,7 +59,7 @@ def test_a_mask_of_another_count_in_each_step_leaves_the_table_bounded_and_the_l
         x, mask = torch.arange(80.0).view(40, 2) / 40, torch.arange(40) < step + 1
         loss = masked_step(model, x, mask).reduce_mean().item()
         assert loss == pytest.approx(plain(x)[mask].square().sum().item(), rel=1e-5)
-        assert sum(len(known.output_specs) for known in model.pipeline._executor._kinds.values()) < 12 + 12
+        assert sum(len(known.output_specs) for known in executor()._kinds.values()) < 12 + 12
 
 
 def pairs(size: int, generator: torch.Generator) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ def unscheduled(name: str) -> tuple[list[tuple[str, str, int]], list[bool]]:
                 masked_between_step(model, x, torch.arange(8) < step + 1)
             else:
                 {"branch": branching_step, "item": asking_step, "plain": train_step}[name](model, x)
-            had_schedule.append(model.pipeline._executor.last_schedule is not None)
+            had_schedule.append(executor().last_schedule is not None)
     texts = [(str(each.message), each.filename, each.lineno) for each in caught]
     return [each for each in texts if "follow no schedule" in each[0]], had_schedule
 

@@ -13,8 +13,7 @@ import smpkit.torch as smp
 from smpkit.torch.pipeline.divergence import trace_mismatch
 from tests.models import WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.torch.pipeline.test_executor import executor
-from tests.torch.steps import MANY_SECONDS, error_of, on_ranks, over_ranks
+from tests.torch.steps import MANY_SECONDS, error_of, executor, on_ranks, over_ranks
 from tests.train import Way, same
 
 

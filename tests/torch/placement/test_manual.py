@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.placement.manual import inherit_partition, manual_placement
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import assignment, on_ranks, train_step
 
 WIDTH = 4
 
@@ -52,9 +52,7 @@ def placed(module: nn.Module) -> dict[str, int]:
     expected = module(x).square().mean().item()
     model = smp.DistributedModel(module)
     assert train_step(model, x).reduce_mean().item() == pytest.approx(expected, rel=1e-5)
-    assert model.pipeline is not None
-    assert model.pipeline.assignment is not None
-    return model.pipeline.assignment.partition_of
+    return assignment()
 
 
 @on_ranks(4)
