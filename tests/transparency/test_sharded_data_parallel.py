@@ -315,7 +315,7 @@ def test_scripts_can_read_their_shards(clipped: tuple[float, Tensor]) -> None:
         assert torch.equal(flat, torch.cat([each.flatten().float() for each in held]))
         assert sum(each.ds_numel for each in held) == flat.numel()
         assert optimizer.ds_param_shard_group.size() == 2
-        both = torch.cat(smp.allgather(flat, smp.CommGroup.WORLD)).sort().values
+        both = torch.cat(smp.allgather(flat.cpu(), smp.CommGroup.WORLD)).sort().values
         torch.testing.assert_close(both, whole)
 
 
