@@ -97,6 +97,18 @@ def by_torch(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False)
 
 
+class NoGradient(torch.autograd.Function):
+    """Gives what it takes no gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: Tensor) -> None:
+        return None
+
+
 # --- plain stacks -------------------------------------------------------------------------------------------------
 
 

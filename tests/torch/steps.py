@@ -6,12 +6,16 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 import smpkit.torch as smp
+from smpkit.torch.distributed import deadline
+from smpkit.torch.pipeline.executor import Executor
 from tests.ranks import run_ranks
 
 
@@ -22,6 +26,25 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+@smp.step
+def evaluate(model: Any, x: Tensor) -> Any:
+    return model(x)
+
+
+def assignment() -> dict[str, int]:
+    """Return which pipeline rank has which unit of this rank's model."""
+    model: Any = smp.state.model
+    return dict(model.pipeline.assignment.partition_of)
+
+
+def executor() -> Executor:
+    """Return what runs the steps of this rank's model."""
+    model: Any = smp.state.model
+    found = model.pipeline._executor
+    assert isinstance(found, Executor)
+    return found
+
+
 def over_ranks(module: nn.Module, places: Mapping[nn.Module, int], **options: Any) -> Any:
     """Return a model over pipeline ranks, with the parts of `module` where they are placed, the others on the first."""
     by_hand = {"auto_partition": False, "default_partition": 0}
@@ -29,6 +52,32 @@ def over_ranks(module: nn.Module, places: Mapping[nn.Module, int], **options: An
     for part, rank in places.items():
         smp.set_partition(part, rank)
     return smp.DistributedModel(module)
+
+
+def in_a_row(*layers: nn.Module, around: nn.Module | None = None, **options: Any) -> Any:
+    """Return a model of which each rank has some layers; without a module around them they follow each other."""
+    degree = int(os.environ["WORLD_SIZE"])
+    places = {layer: number * degree // len(layers) for number, layer in enumerate(layers)}
+    return over_ranks(nn.Sequential(*layers) if around is None else around, places, **options)
+
+
+MANY_SECONDS = 600
+"""`timeout_seconds`: whoever waits for that has not noticed."""
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """Return the error of `action` with its notes, or nothing; see that it comes long before anybody's deadline.
+
+    The other ranks are told of it, as by a script that ends.
+    """
+    started, text = time.monotonic(), ""
+    try:
+        action()
+    except Exception as error:
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        deadline.report_failure(error)
+    assert time.monotonic() - started < MANY_SECONDS / 4, text
+    return text
 
 
 @contextlib.contextmanager
@@ -46,13 +95,13 @@ def announced() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let real ranks call a test, all of them, with the arguments that pytest has for it."""
+def on_ranks(size: int, **world: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let real ranks, of a `world` as `run_ranks` makes it, call a test with the arguments that pytest has for it."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def started(**arguments: Any) -> None:
-            run_ranks(_call, size, test.__module__, test.__name__, arguments)
+            run_ranks(_call, size, test.__module__, test.__name__, arguments, **world)
 
         return started
 

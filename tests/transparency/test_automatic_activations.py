@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from tests.models import CASES, DROPOUT, WIDTH, Case, Dropping
 from tests.ranks import run_ranks
+from tests.torch.steps import evaluate
 from tests.train import Trace, Way, batch, check_same, divide_layers, flat, run, trace_of, training, whole
 
 CASE = replace(DROPOUT, build=partial(Dropping, 6))
@@ -62,11 +63,6 @@ def recompute_on_rank_0(strategy: str, model: Any) -> None:
     recompute(strategy, model)
     smp.set_partition(model.layers, 0)
     smp.set_partition(model.head, 1)
-
-
-@smp.step
-def evaluate(model: Any, x: Tensor) -> Tensor:
-    return model(x)
 
 
 def choose(

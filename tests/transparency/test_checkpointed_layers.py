@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from tests.models_of_others import TRANSFORMERS
 from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Way, batch, check_same, reference, same, trace_of, train, train_plainly, training
+from tests.train import Trace, Way, batch, check_same, reference, run, same, trace_of, train, train_plainly, training
 
 Call = Callable[..., Any]
 WAY = Way(pipeline=2, batches=(8, 8))
@@ -159,12 +160,6 @@ def test_code_around_layers_trains_with_a_split_backward() -> None:
 # --- what is computed again, and what leaves --------------------------------------------------------------------------
 
 
-def count(model: str, call: str) -> int:
-    """Return how often layers were called on this rank in a step of 4 microbatches."""
-    train(CASES[model], replace(WAY, placement=-1, batches=(4,), prepare=partial(call_through, CALLS[call])))
-    return Counted.calls
-
-
 @pytest.mark.parametrize(
     ("model", "call", "layers"),
     [
@@ -173,8 +168,10 @@ def count(model: str, call: str) -> int:
         ("code around layers", "by_torch", [2, 3]),  # rank 1 has one layer twice
     ],
 )
+@on_ranks(2)
 def test_every_layer_is_computed_twice(model: str, call: str, layers: list[int]) -> None:
-    assert run_ranks(count, 2, model, call) == [2 * 4 * each for each in layers]
+    train(CASES[model], replace(WAY, placement=-1, batches=(4,), prepare=partial(call_through, CALLS[call])))
+    assert Counted.calls == 2 * 4 * layers[int(os.environ["RANK"])]
 
 
 OFFLOADED = replace(WAY, config={"offload_activations": True, "activation_loading_horizon": 1})
@@ -247,27 +244,20 @@ def checkpoint_body(model: Any) -> None:
     smp.set_activation_checkpointing(model.body)
 
 
-PREPARED: dict[str, Callable[[Any], None]] = {"a setting": checkpoint_body, "a call": partial(call_through, checkpoint)}
-
-
-def warnings_of(how: str, placement: int | None) -> list[str]:
+@on_ranks(2)
+def test_a_module_on_several_ranks_runs_without_and_says_so_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(CASES["modules on several ranks"], replace(WAY, placement=placement, prepare=PREPARED[how]))
-    return [str(each.message) for each in caught if "checkpoint" in str(each.message)]
+        train(CASES["modules on several ranks"], replace(WAY, prepare=checkpoint_body))
+    texts = [str(each.message) for each in caught if "checkpoint" in str(each.message)]
+    said = "`body` is not checkpointed: it lies on pipeline ranks 0 and 1"
+    assert texts == ([said] if os.environ["RANK"] == "0" else [])
 
 
-def test_a_module_on_several_ranks_runs_without_and_says_so_once() -> None:
-    assert run_ranks(warnings_of, 2, "a setting", None) == [
-        ["`body` is not checkpointed: it lies on pipeline ranks 0 and 1"],
-        [],
-    ]
-
-
-@pytest.mark.parametrize("how", PREPARED)
-def test_a_module_that_was_placed_on_several_ranks_is_an_error(how: str) -> None:
+@pytest.mark.parametrize("prepare", [checkpoint_body, partial(call_through, checkpoint)], ids=["a setting", "a call"])
+def test_a_module_that_was_placed_on_several_ranks_is_an_error(prepare: Callable[[Any], None]) -> None:
     with pytest.raises(RankFailed, match="`body` is to be checkpointed, but parts of it were placed on pipeline ranks"):
-        run_ranks(warnings_of, 2, how, 3)
+        run(CASES["modules on several ranks"], replace(WAY, placement=3, prepare=prepare))
 
 
 # --- settings that change ---------------------------------------------------------------------------------------------

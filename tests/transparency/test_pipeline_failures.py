@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +12,10 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import RemoteError, UsageError
-from smpkit.torch.distributed import deadline
 from tests.deadlines import facts, wait_shortly
-from tests.models import WIDTH, block, vectors
+from tests.models import WIDTH, block, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
-
-MANY_SECONDS = 600
-"""`timeout_seconds`: whoever waits for that has not noticed."""
+from tests.torch.steps import MANY_SECONDS, error_of, in_a_row, on_ranks
 
 
 class Switch(nn.Linear):
@@ -34,18 +29,11 @@ class Switch(nn.Linear):
         return super().forward(x)
 
 
-def begin() -> tuple[Any, Switch]:
-    switch = Switch(WIDTH, WIDTH)
-    return begin_with(block(), switch), switch
-
-
-def begin_with(*layers: nn.Module, degree: int = 2, around: nn.Module | None = None) -> smp.DistributedModel:
-    """Put one layer on each of the first ranks; without a module around them they follow each other."""
-    options = {"microbatches": 4, "ddp": True, "timeout_seconds": MANY_SECONDS, "auto_partition": False}
-    smp.init({"pipeline_parallel_degree": degree, "default_partition": 0, "skip_tracing": True, **options})
-    for rank, layer in enumerate(layers):
-        smp.set_partition(layer, rank)
-    return smp.DistributedModel((around or nn.Sequential(*layers)).double())
+def begin(*layers: nn.Module, around: nn.Module | None = None) -> Any:
+    """Return a model in float64, of one or the usual two layers on each rank."""
+    layers = layers or (block(), Switch(WIDTH, WIDTH))
+    options = {"microbatches": 4, "timeout_seconds": MANY_SECONDS, "skip_tracing": True}
+    return in_a_row(*(layer.double() for layer in layers), around=around, **options)
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -55,31 +43,14 @@ def data() -> tuple[Tensor, Tensor]:
 
 @smp.step
 def train_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = functional.mse_loss(model(x), y)
-    model.backward(loss)
-    return loss
-
-
-def told(action: Callable[[], object]) -> tuple[str, float]:
-    """Return the error of `action`, with its notes, and after how long it came.
-
-    The other ranks are told, as by a script that ends.
-    """
-    started = time.monotonic()
-    try:
-        action()
-    except Exception as error:
-        seconds = time.monotonic() - started
-        deadline.report_failure(error)
-        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), seconds
-    return "", time.monotonic() - started
+    return mse_step(model, x, y)
 
 
 def switched() -> Any:
     """Return a model whose second layer raises from its second step on."""
-    model, switch = begin()
+    model = begin()
     train_step(model, *data())
-    switch.trouble = lambda: dict[str, int]()["nothing"]
+    model.module[1].trouble = lambda: dict[str, int]()["nothing"]
     return model
 
 
@@ -106,7 +77,7 @@ class Refuser(nn.Linear):
 
 
 def refusing() -> Any:
-    return begin_with(Refuser(WIDTH, WIDTH), block(), block(), degree=3)
+    return begin(Refuser(WIDTH, WIDTH), block(), block())
 
 
 class Branching(nn.Module):
@@ -125,7 +96,7 @@ class Branching(nn.Module):
 
 def branching() -> Any:
     module = Branching()
-    return begin_with(*module.parts, around=nn.Sequential(module))
+    return begin(*module.parts, around=nn.Sequential(module))
 
 
 RAISES: dict[str, tuple[Callable[[], Any], int, int, str, str]] = {
@@ -136,44 +107,38 @@ RAISES: dict[str, tuple[Callable[[], Any], int, int, str, str]] = {
 """By what raises: a model, its ranks, the rank that fails, with which error, and where."""
 
 
-def fail(build: Callable[[], Any]) -> tuple[str, float]:
+def fail(build: Callable[[], Any]) -> str:
     model = build()
-    return told(lambda: train_step(model, *data()))
+    return error_of(lambda: train_step(model, *data()))
 
 
 @pytest.mark.parametrize("what", RAISES)
 def test_what_raises_ends_all_ranks_with_its_reason_and_place(what: str) -> None:
     build, size, rank, reason, place = RAISES[what]
     found = run_ranks(fail, size, build)
-    own, _ = found.pop(rank)
-    assert own == f"{reason}\nraised in {place}"
-    for message, seconds in found:
+    assert found.pop(rank) == f"{reason}\nraised in {place}"
+    for message in found:
         assert f"rank {rank} failed: {reason} ({place})" in message
-        assert seconds < MANY_SECONDS / 4
-
-
-def wait_in_vain(calls: bool) -> tuple[str, float]:
-    """Let rank 1 call its second step too late, or not at all, while rank 0 waits for a second."""
-    model, switch = begin()
-    train_step(model, *data())
-    if smp.pp_rank() == 0:
-        wait_shortly()
-        found = told(lambda: train_step(model, *data()))
-        facts().set("given up", "")
-        return found
-    if not calls:
-        facts().wait(["given up"])
-        return "", 0.0
-    switch.trouble = lambda: facts().wait(["given up"])
-    return told(lambda: train_step(model, *data()))
 
 
 @pytest.mark.parametrize("calls", [True, False], ids=["takes too long", "misses a call"])
+@on_ranks(2)
 def test_a_rank_that_others_wait_for_is_named(calls: bool) -> None:
-    first, _ = run_ranks(wait_in_vain, 2, calls)
-    assert first[0].startswith("DeadlineError: rank 0 waited")
-    assert "for rank 1" in first[0] or not calls
-    assert first[1] < MANY_SECONDS / 4
+    """Let rank 1 call its second step too late, or not at all, while rank 0 waits for a second."""
+    model = begin()
+    train_step(model, *data())
+    if smp.pp_rank() == 0:
+        wait_shortly()
+        message = error_of(lambda: train_step(model, *data()))
+        facts().set("given up", "")
+        assert message.startswith("DeadlineError: rank 0 waited")
+        assert "for rank 1" in message or not calls
+    elif calls:
+        model.module[1].trouble = lambda: facts().wait(["given up"])
+        error_of(lambda: train_step(model, *data()))
+    else:
+        facts().wait(["given up"])
+    smp.shutdown()
 
 
 @smp.step
@@ -181,15 +146,15 @@ def other_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return functional.mse_loss(model(x), y)
 
 
-def call_different_steps() -> tuple[str, float]:
-    model, _ = begin()
-    return told(lambda: (train_step if smp.pp_rank() == 0 else other_step)(model, *data()))
+def call_different_steps() -> str:
+    model = begin()
+    return error_of(lambda: (train_step if smp.pp_rank() == 0 else other_step)(model, *data()))
 
 
 def test_different_steps_on_pipeline_ranks_are_refused() -> None:
     _, second = run_ranks(call_different_steps, 2)
-    assert "pipeline rank 1 called the step `other_step` (training, with gradients)" in second[0]
-    assert "and pipeline rank 0 the step `train_step` (training, with gradients)" in second[0]
+    assert "pipeline rank 1 called the step `other_step` (training, with gradients)" in second
+    assert "and pipeline rank 0 the step `train_step` (training, with gradients)" in second
 
 
 @smp.step
@@ -204,7 +169,7 @@ def late_step(model: Any, x: Tensor, y: Tensor, bad: Tensor) -> Tensor:
 @on_ranks(2)
 def test_after_an_exception_the_next_step_is_refused() -> None:
     """A batch is bad in the third microbatch, where ranks have got differently far."""
-    model, _ = begin()
+    model = begin()
     bad = torch.tensor([False, False, False, False, True, True, True, True])
     for _ in range(2):
         late_step(model, *data(), bad & False)
@@ -224,16 +189,15 @@ def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def forget() -> tuple[str, float]:
-    model, _ = begin()
-    return told(lambda: forgetful_step(model, *data()))
+def forget() -> str:
+    model = begin()
+    return error_of(lambda: forgetful_step(model, *data()))
 
 
 def test_a_rank_that_calls_no_backward_is_named_with_the_call() -> None:
-    for message, seconds in run_ranks(forget, 2):
+    for message in run_ranks(forget, 2):
         assert "pipeline rank 1 took another way through microbatch 0" in message
         assert "`model.backward`" in message
-        assert seconds < MANY_SECONDS / 4
 
 
 @smp.step
@@ -245,13 +209,13 @@ def slicing_step(model: Any, x: Tensor, longer: Tensor) -> Tensor:
     return loss
 
 
-def slice_differently(steps: int) -> tuple[str, float]:
+def slice_differently(steps: int) -> str:
     """Let ranks take other rows of a value between layers in the last of some steps."""
-    model, _ = begin()
+    model = begin()
     x, _ = data()
     for _ in range(steps - 1):
         slicing_step(model, x, torch.zeros(8))
-    return told(lambda: slicing_step(model, x, torch.ones(8)))
+    return error_of(lambda: slicing_step(model, x, torch.ones(8)))
 
 
 @pytest.mark.parametrize(
@@ -264,9 +228,8 @@ def slice_differently(steps: int) -> tuple[str, float]:
 )
 def test_ranks_that_expect_values_of_other_shapes_are_named_with_what_each_has(steps: int, text: str) -> None:
     # Gloo ended the process, and named neither a rank nor a value; a value that was too short was taken as it was.
-    for message, seconds in run_ranks(slice_differently, 2, steps):
+    for message in run_ranks(slice_differently, 2, steps):
         assert text in message
-        assert seconds < MANY_SECONDS / 4
 
 
 def average_weights(model: Any, x: Tensor) -> Any:
@@ -281,16 +244,10 @@ def assign_data_of_a_plain_tensor(model: Any, x: Tensor) -> Any:
     return mean
 
 
-def assign(body: Callable[..., Any]) -> str:
-    model, _ = begin()
-    with pytest.raises(UsageError) as caught:
-        smp.step(body)(model, data()[0])
-    smp.barrier()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("body", [average_weights, assign_data_of_a_plain_tensor])
+@on_ranks(2)
 def test_data_cannot_be_assigned(body: Callable[..., Any]) -> None:
     # Where it was that of a weight, the process ended with SIGSEGV, and no rank was named.
-    for message in run_ranks(assign, 2, body):
-        assert "`.data` of a tensor of shape [6] was assigned" in message
+    model = begin()
+    with pytest.raises(UsageError, match=r"`\.data` of a tensor of shape \[6\] was assigned"):
+        smp.step(body)(model, data()[0])

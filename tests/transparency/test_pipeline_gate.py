@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,7 +37,7 @@ from smpkit.torch.pipeline.stage_tensor import Current
 from smpkit.torch.placement.units import units_of
 from tests.models import CASES, HUGGING_FACE, Case
 from tests.models_of_others import MISSING, TIMM, TORCHVISION, TRANSFORMERS, import_torchvision
-from tests.train import batch, build
+from tests.train import Plain, batch, build
 
 FILE = Path(__file__).with_name("pipeline_gate.yaml")
 LIBRARIES: dict[str | None, dict[str, Case]] = {
@@ -62,15 +62,8 @@ def apart(index: int, _: int) -> int:
 PLACEMENTS: dict[str, Callable[[int, int], int]] = {"four ranks": dealt, "units apart": apart}
 
 
-class WithBackward(nn.Module):
+class WithBackward(Plain):
     """What a step function sees of a model that is recorded."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
     def backward(self, tensors: Any, gradients: Any = None) -> None:
         if Current.microbatch is None:  # the pass that finds out what layers cost
@@ -102,7 +95,7 @@ def record(case: Case, assignment: Assignment, *, costs_first: bool = False) -> 
     def call() -> None:
         fakes = map_tensors(mode.from_tensor, arguments)
         with mode:
-            case.step(WithBackward(module), *fakes)
+            case.step(WithBackward(module, 1), *fakes)
 
     outputs = None
     if costs_first:

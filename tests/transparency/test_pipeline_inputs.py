@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +15,10 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
-from smpkit.errors import SmpkitError, UsageError
-from smpkit.torch.distributed import deadline
 from tests.models import WIDTH, Case, block, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.train import Way, batch, build, same, world
+from tests.torch.steps import error_of
+from tests.train import Way, batch, build, same, training
 
 # --- what the other ranks pass ----------------------------------------------------------------------------------------
 
@@ -92,9 +90,14 @@ def test_tensor_parallel_ranks_compare_what_the_first_ranks_of_their_pipelines_p
 CASE = Case(model, vectors, any_step)
 
 
+def wrapped() -> Any:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, "skip_tracing": True})
+    return smp.DistributedModel(build(CASE))
+
+
 def own_object() -> str:
-    step, wrapped = smp.step(any_step), smp.DistributedModel(build(CASE))
-    return error_of(lambda: step(wrapped, *batch(CASE, 0, 8), Recipe() if smp.pp_rank() == 0 else None))
+    step, model = smp.step(any_step), wrapped()
+    return error_of(lambda: step(model, *batch(CASE, 0, 8), Recipe() if smp.pp_rank() == 0 else None))
 
 
 def local_class() -> str:
@@ -107,33 +110,19 @@ def local_class() -> str:
     def local_step(model: Any, sample: Any) -> Tensor:
         return mse_step(model, sample.x, sample.x)
 
-    step, wrapped = smp.step(local_step), smp.DistributedModel(build(CASE))
-    return error_of(lambda: step(wrapped, Local(batch(CASE, 0, 8)[0])), at=0)
-
-
-def error_of(action: Callable[[], object], at: int = 1) -> str:
-    """Return the error of one rank; the other learns of it from the failure that the first reports when it ends."""
-    with pytest.raises(SmpkitError) as caught:
-        action()
-    if smp.pp_rank() == at:
-        deadline.report_failure(UsageError(str(caught.value)))
-    return str(caught.value)
-
-
-def lacks(lacking: Callable[[], str]) -> str:
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, "skip_tracing": True})
-    return lacking()
+    step, model = smp.step(local_step), wrapped()
+    return error_of(lambda: step(model, Local(batch(CASE, 0, 8)[0])))
 
 
 def test_an_object_that_a_rank_lacks_is_named() -> None:
-    _, second = run_ranks(lacks, 2, own_object)
+    _, second = run_ranks(own_object, 2)
     assert "pipeline rank 0 passed an object of type `tests.transparency.test_pipeline_inputs.Recipe`" in second
     assert "as argument 3 of the step `any_step`" in second
     assert "pipeline rank 1 passed one of type `builtins.NoneType`" in second
 
 
 def test_arguments_that_cannot_be_sent_are_named() -> None:
-    for message in run_ranks(lacks, 2, local_class):
+    for message in run_ranks(local_class, 2):
         assert "pipeline rank 0 passed arguments to the step `local_step`" in message
         assert "cannot be sent" in message
         assert "Local" in message
@@ -147,12 +136,11 @@ def sharded_by_rank(v1: bool, alike: bool) -> list[str]:
     if v1:
         sys.path.insert(0, str(DROP_IN_PATH))
         importlib.import_module("smdistributed.modelparallel.torch")
-    with world(Way(pipeline=2, microbatches=2)), warnings.catch_warnings(record=True) as caught:
+    with training(CASE, Way(pipeline=2)) as trained, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step, wrapped = smp.step(any_step), smp.DistributedModel(build(CASE))
         for number in range(3):
-            step(wrapped, *batch(CASE, number if alike else 10 * number + smp.rank(), 8))
-        return [str(each.message) for each in caught if "dp_rank" in str(each.message)]
+            trained.step(*batch(CASE, number if alike else 10 * number + smp.rank(), 8))
+    return [str(each.message) for each in caught if "dp_rank" in str(each.message)]
 
 
 def test_data_sharded_by_rank_is_warned_of_once() -> None:

@@ -72,18 +72,12 @@ def evaluation(case: Case) -> Callable[..., Any]:
     """Return the step of a case without its backward."""
 
     def forward_only(model: Any, *arguments: Any) -> Any:
-        return case.step(_WithoutBackward(model), *arguments)
+        return case.step(_WithoutBackward(model, 1), *arguments)
 
     return forward_only
 
 
-class _WithoutBackward:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
+class _WithoutBackward(Plain):
     def backward(self, *_: Any) -> None:
         pass
 

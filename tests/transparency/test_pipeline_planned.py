@@ -7,6 +7,7 @@ import random
 from bisect import bisect
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.models import MODELS, Case
 from tests.models_of_others import TRANSFORMERS
 from tests.pairwise import slow
 from tests.ranks import run_ranks
+from tests.torch.steps import executor
 from tests.train import Way, batch, build, training
 from tests.transparency.test_pipeline_gate import NO_ANSWER, placed, record
 
@@ -36,11 +38,8 @@ def run(case: Case, way: Way) -> tuple[SegmentGraph | None, Assignment]:
     """Run one step over ranks; return the graph that they have scheduled, if it has one, and the assignment."""
     with training(case, way) as trained:
         trained.step(*batch(case, 0, 4))
-        pipeline = trained.model.pipeline
-        assert pipeline is not None
-        assert pipeline._executor is not None
-        assert pipeline.assignment is not None
-        schedule = pipeline._executor.last_schedule
+        pipeline: Any = trained.model.pipeline
+        schedule = executor().last_schedule
         return None if schedule is None else schedule.graph, pipeline.assignment
 
 

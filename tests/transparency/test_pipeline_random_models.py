@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from smpkit.torch.core.tensor_spec import tensors_in
 from tests.models import WIDTH, Case, vectors
 from tests.train import Way, same, train_with_sleeps
 
@@ -177,16 +178,9 @@ def _nested(last: Tensor, values: list[Tensor], kind: str) -> Any:
     return last
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for each in inside for tensor in _tensors(each)]
-
-
 def loss_step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
     out = model(x)
-    first, *others = _tensors(out)
+    first, *others = tensors_in(out)
     loss = functional.mse_loss(first, y) + 0.1 * sum(other.square().mean() for other in others)
     model.backward(loss)
     return loss, out

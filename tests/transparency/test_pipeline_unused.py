@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models import WIDTH, Case, block, by_torch, plainly, vectors
+from tests.models import WIDTH, Case, NoGradient, block, by_torch, plainly, vectors
 from tests.train import Way, same
 
 # --- models, each with something aside that its step leaves out of the loss -------------------------------------------
@@ -67,18 +67,6 @@ class OneOfTwo(nn.Module):
         return self.left(last), self.unused(right) + self.right(right) + right
 
 
-class Blocking(torch.autograd.Function):
-    """Gives what it takes no gradient."""
-
-    @staticmethod
-    def forward(_ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _gradient: Tensor) -> None:
-        return None
-
-
 class Blocks(nn.Module):
     """Uses its weight and the input's data alone, which it may change."""
 
@@ -89,7 +77,7 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.mul_(2) if self.inplace else x
-        return Blocking.apply(x) * self.weight
+        return NoGradient.apply(x) * self.weight
 
 
 class Blocked(nn.Module):

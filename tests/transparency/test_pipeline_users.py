@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, vectors
 from tests.models_of_others import EAGER, GROUPED, causal
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import in_a_row, on_ranks
 from tests.train import Way, run, same
 from tests.transparency.test_pipeline_gate import dealt, placed_by, record
 
@@ -184,41 +183,35 @@ class Filling(Stack):
         return x + gathered[0] + filled.mean(0)
 
 
-PLACED = Way(pipeline=2, microbatches=2, placement=13)
-ROWS = {
-    # Each rank had what its own layers had collected: the loss of the routers missed all others'.
-    "outputs that Hugging Face collects by hooks": (
-        replace(causal("Mixtral", GROUPED, num_local_experts=4, **EAGER), step=collecting_step),
-        PLACED,
-    ),
+PLACED, EVENLY = Way(pipeline=2, microbatches=2, placement=13), Way(pipeline=2, placement=-1)
+SPLIT = Way(pipeline=4, placement=5, config={"pipeline": "zero_bubble"})
+ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
     # Parameters were NaN on the ranks that do not hold them.
-    "weights as values": (Case(Reused, vectors, mse_step), PLACED),
-    "custom Functions in modules without weights": (Case(swishing, vectors, mse_step), PLACED),
+    "weights as values": (Reused, mse_step, PLACED),
+    "custom Functions in modules without weights": (swishing, mse_step, PLACED),
     "tracing leaves no hooks and nothing in lists": (
-        Case(Remembering, vectors, mse_step),
-        Way(pipeline=2, microbatches=2, traced=True),
+        Remembering,
+        mse_step,
+        replace(PLACED, placement=None, traced=True),
     ),
-    "an object of which nobody asks for anything": (
-        Case(functools.partial(Extending, Kept), vectors, mse_step),
-        Way(pipeline=2, placement=-1),
-    ),
-    "a distribution that a layer returns": (
-        Case(functools.partial(Extending, as_distribution), vectors, likelihood_step),
-        Way(pipeline=2, placement=-1),
-    ),
-    "fresh tensors that values of layers fill": (Case(Filling, vectors, mse_step), Way(pipeline=2, placement=-1)),
-    "fresh tensors, randomly placed": (
-        Case(Filling, vectors, mse_step),
-        Way(pipeline=4, placement=5, config={"pipeline": "zero_bubble"}),
-    ),
-    "a scripted layer": (Case(scripted, vectors, mse_step), Way(pipeline=2, microbatches=2)),
+    "an object of which nobody asks for anything": (functools.partial(Extending, Kept), mse_step, EVENLY),
+    "a distribution that a layer returns": (functools.partial(Extending, as_distribution), likelihood_step, EVENLY),
+    "fresh tensors that values of layers fill": (Filling, mse_step, EVENLY),
+    "fresh tensors, randomly placed": (Filling, mse_step, SPLIT),
+    "a scripted layer": (scripted, mse_step, Way(pipeline=2, microbatches=2)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("row", ROWS)
 def test_it_trains_as_in_one_process(row: str) -> None:
-    same(*ROWS[row])
+    build, step, way = ROWS[row]
+    same(Case(build, vectors, step), way)
+
+
+def test_outputs_that_hugging_face_collects_by_hooks_are_those_of_one_process() -> None:
+    # Each rank had what its own layers had collected: the loss of the routers missed all others'.
+    same(replace(causal("Mixtral", GROUPED, num_local_experts=4, **EAGER), step=collecting_step), PLACED)
 
 
 def test_a_fresh_tensor_that_values_of_layers_fill_is_planned_without_data() -> None:
@@ -247,14 +240,8 @@ class Counted(nn.Linear):
         return out.tanh()
 
 
-def begin(*layers: nn.Module, around: nn.Module | None = None, **more: Any) -> Any:
-    """Return a model of which each rank has some layers; without a module around them they follow each other."""
-    degree = int(os.environ["WORLD_SIZE"])
-    placed = {"pipeline_parallel_degree": degree, "auto_partition": False, "default_partition": 0, "ddp": True}
-    smp.init({"microbatches": 2, "skip_tracing": True, **placed, **more})
-    for number, layer in enumerate(layers):
-        smp.set_partition(layer, number * degree // len(layers))
-    return smp.DistributedModel(around or nn.Sequential(*layers))
+def begin(*layers: nn.Module, **options: Any) -> Any:
+    return in_a_row(*layers, **{"microbatches": 2, "skip_tracing": True, **options})
 
 
 @on_ranks(3)
@@ -521,16 +508,8 @@ def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused()
         run(Case(Ring, vectors, mse_step), Way(pipeline=2, placement=-1))
 
 
-def train_on_ten() -> str:
-    model = begin(block(), block(), microbatches=4)
-    with pytest.raises(UsageError) as caught:
-        smp.step(mse_step)(model, torch.ones(10, WIDTH), torch.ones(10, WIDTH))
-    smp.barrier()  # whoever is first would hang up on the other
-    return str(caught.value)
-
-
+@on_ranks(2)
 def test_a_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
-    first, second = run_ranks(train_on_ten, 2)
-    assert first == second
-    assert "10" in first
-    assert "4" in first
+    model = begin(block(), block(), microbatches=4)
+    with pytest.raises(UsageError, match=r"batch size 10 .* is not divisible by 4 microbatches"):
+        smp.step(mse_step)(model, torch.ones(10, WIDTH), torch.ones(10, WIDTH))

@@ -13,7 +13,19 @@ from smpkit.torch.step import collate
 from tests import models
 from tests.models import Case
 from tests.ranks import run_ranks
-from tests.train import OPTIMIZERS, Plain, Trace, Training, Way, batch, build, check_same, flat, part, trace_of, world
+from tests.train import (
+    OPTIMIZERS,
+    Plain,
+    Trace,
+    Way,
+    batch,
+    build,
+    check_same,
+    flat,
+    part,
+    trace_of,
+    training,
+)
 
 # Large enough that the first steps overflow, small enough that later ones do not; grows again after three good ones.
 DYNAMIC = {"init_scale": 2.0**22, "scale_window": 3, "scale_factor": 4.0, "min_scale": 1.0, "delayed_shift": 2}
@@ -44,8 +56,7 @@ class Halves:
 
 def train(case: Case, way: Way) -> Halves:
     """Train on this rank and return what it holds."""
-    with world(way):
-        script = Training(case, way)
+    with training(case, way) as script:
         found = Halves(Trace(0, [], {}, {}))
         outputs = []
         for number in range(len(way.batches)):

@@ -18,6 +18,7 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from tests.models import MODELS, Case, gpt2
 from tests.ranks import run_ranks
+from tests.torch.steps import in_a_row, on_ranks, train_step
 from tests.train import Way, batch, training
 
 
@@ -189,25 +190,6 @@ def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def grown_while_saving(path: str) -> tuple[int, int, int]:
-    """Return how many bytes the process grew by, at most, to write a folder, a full checkpoint and a partial one."""
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 1})
-    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))))
-    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def step(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x).sum())
-
-    step(model, torch.ones(1, 1024))
-    smp.save_pretrained(f"{path}/warm")  # imports and buffers of the first time
-    return (
-        growth(lambda: smp.save_pretrained(f"{path}/folder")),
-        growth(lambda: smp.save_checkpoint(path, "full", partial=False)),
-        growth(lambda: smp.save_checkpoint(path, "parts")),
-    )
-
-
 def growth(act: Callable[[], object]) -> int:
     """Return by how many bytes the memory of this process grew at most; not counted are files that are mapped."""
     before, ended, most = own_memory(), threading.Event(), [0]
@@ -230,10 +212,19 @@ def own_memory() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the memory of a process")
+@on_ranks(2)
 def test_no_rank_holds_the_model_while_saving(tmp_path: Path) -> None:
-    model = 16 * 1024 * 1024 * 4
-    for grown in run_ranks(grown_while_saving, 2, str(tmp_path)):
-        assert max(grown) < model / 4, grown  # a tensor is a sixteenth, this rank's part a half
+    model = in_a_row(*(nn.Linear(1024, 1024) for _ in range(16)), microbatches=1)
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_step(model, torch.ones(1, 1024))
+    smp.save_pretrained(tmp_path / "warm")  # imports and buffers of the first time
+    for save in (
+        lambda: smp.save_pretrained(tmp_path / "folder"),
+        lambda: smp.save_checkpoint(tmp_path, "full", partial=False),
+        lambda: smp.save_checkpoint(tmp_path, "parts"),
+    ):
+        whole = 16 * 1024 * 1024 * 4  # a tensor is a sixteenth, this rank's part a half
+        assert growth(save) < whole / 4
 
 
 def test_an_index_names_no_file_outside_its_folder(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Training, Way, batch, build, differ, reference, same, trace_of, world
+from tests.train import Trace, Way, batch, build, differ, reference, same, trace_of, training, world
 
 CASE = MODELS["tied by a function"]
 
@@ -48,88 +50,73 @@ def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
     same(MODELS[name], way)
 
 
-def measure(way: Way) -> dict[str, Any]:
-    """What one rank holds, and the norms it sees."""
-    with world(way):
-        script = Training(CASE, way)
-        script.run(0)
-        model = script.model
-        parameters: list[Any] = list(model.parameters())
-        local = [each.to_local() for each in parameters]
-        gradients = [each.grad.to_local() for each in parameters]
-        states = [v.to_local() for entry in script.optimizer.state.values() for v in entry.values() if v.ndim]
-        norms = [smp.clip_grad_norm_(model, 1e9, kind).item() for kind in (2.0, float("inf"))]
-        smp.clip_grad_norm_(model.parameters(), 0.01)
-        norms.append(smp.clip_grad_norm_(model, 1e9).item())
-        return {
-            "parameters": sum(each.numel() for each in local),
-            "gradients": sum(each.numel() for each in gradients),
-            "states": sum(each.numel() for each in states),
-            "norms": norms,
-            "saved": {name: each.shape for name, each in model.local_state_dict().items() if torch.is_tensor(each)},
-            "gathered": len(model.state_dict(gather_to_rank0=True)),
-        }
-
-
 def norm_of(trace: Trace, kind: float = 2.0) -> float:
     return nn.utils.get_total_norm([each for each in trace.gradients.values() if each is not None], kind).item()
 
 
-def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all() -> None:
-    way = way_of(replicas=4, batches=(8,))
-    plain = reference(CASE, way)[0]
-    size = sum(each.numel() for each in plain.values.values())
-    wanted = [norm_of(plain, kind) for kind in (2.0, float("inf"))]
-    found = run_ranks(measure, 4, way)
-    for each in found:
-        assert 0.45 * size <= each["parameters"] <= 0.55 * size
-        assert each["gradients"] == each["parameters"]
-        assert each["states"] == 2 * each["gradients"]
-        assert each["norms"] == found[0]["norms"]
-        assert each["norms"][:2] == pytest.approx(wanted, rel=1e-13)
-        assert each["norms"][2] == pytest.approx(0.01, rel=1e-3)
-        assert each["saved"]["layers.0.0.weight"] == (WIDTH, WIDTH)
-    assert found[0]["parameters"] + found[1]["parameters"] == size
-    assert [each["gathered"] for each in found] == [len(plain.values), 0, 0, 0]
+ONE_STEP = way_of(replicas=4, batches=(8,))
+
+
+@pytest.fixture
+def plain() -> Trace:
+    return reference(CASE, ONE_STEP)[0]
+
+
+def num_elements(tensors: Iterable[Any]) -> int:
+    return sum(each.to_local().numel() for each in tensors)
+
+
+@on_ranks(4)
+def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all(plain: Trace) -> None:
+    with training(CASE, ONE_STEP) as script:
+        script.run(0)
+        model, parameters = script.model, [*script.model.parameters()]
+        held, whole = num_elements(parameters), sum(each.numel() for each in plain.values.values())
+        assert 0.45 * whole <= held <= 0.55 * whole
+        first, second, *_ = smp.allgather(held, smp.CommGroup.WORLD)
+        assert first + second == whole
+        assert num_elements(each.grad for each in parameters) == held
+        states = [each for entry in script.optimizer.state.values() for each in entry.values() if each.ndim]
+        assert num_elements(states) == 2 * held
+        assert model.local_state_dict()["layers.0.0.weight"].shape == (WIDTH, WIDTH)
+        assert len(model.state_dict(gather_to_rank0=True)) == (len(plain.values) if smp.rank() == 0 else 0)
+        norms = [smp.clip_grad_norm_(model, 1e9, kind).item() for kind in (2.0, float("inf"))]
+        assert norms == pytest.approx([norm_of(plain, kind) for kind in (2.0, float("inf"))], rel=1e-13)
+        assert smp.allgather(norms, smp.CommGroup.WORLD) == [norms] * 4
+        smp.clip_grad_norm_(model.parameters(), 0.01)
+        assert smp.clip_grad_norm_(model, 1e9).item() == pytest.approx(0.01, rel=1e-3)
 
 
 def evaluated(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
 
 
-def evaluate_and_change(way: Way) -> list[float]:
+@torch.no_grad()
+def double(parameters: Iterable[Tensor]) -> None:
+    for each in parameters:
+        each.mul_(2)
+
+
+@on_ranks(2)
+def test_parameters_may_be_changed_after_an_evaluation() -> None:
     """Evaluate in each way that a script may; after each, double all parameters, and train without changing them."""
+    plain = build(CASE)
     in_step: Any = smp.step(evaluated)
-    losses = []
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way_of()) as script:
         model = script.model
         known = list(model.parameters())
         script.optimizer.param_groups[0]["lr"] = 0.0
         for evaluate, gradients in itertools.product((in_step, evaluated), (False, True)):
             model.eval()
             with torch.set_grad_enabled(gradients):
-                loss = evaluate(model, *batch(CASE, 0, 8))
-            losses.append((loss.reduce_mean() if evaluate is in_step else loss).item())
-            after = list(model.parameters())
-            assert all(one is other for one, other in zip(known, after, strict=True)), "not those of the optimizer"
-            with torch.no_grad():
-                for each in after:
-                    each.mul_(2)
+                loss: Any = evaluate(model, *batch(CASE, 0, 8))
+            loss = loss.reduce_mean() if evaluate is in_step else loss
+            assert loss.item() == pytest.approx(evaluated(plain, *batch(CASE, 0, 8)).item(), rel=1e-11)
+            assert all(map(operator.is_, known, model.parameters())), "not those of the optimizer"
+            double(known)
+            double(plain.parameters())
             model.train()
             script.run(0)
-    return losses
-
-
-def test_parameters_may_be_changed_after_an_evaluation() -> None:
-    plain = build(CASE)
-    expected = []
-    for _ in range(4):
-        expected.append(evaluated(plain, *batch(CASE, 0, 8)).item())
-        with torch.no_grad():
-            for each in plain.parameters():
-                each.mul_(2)
-    assert run_ranks(evaluate_and_change, 2, way_of()) == [pytest.approx(expected, rel=1e-11)] * 2
 
 
 # --- half precision ---------------------------------------------------------------------------------------------------
@@ -272,8 +259,7 @@ def raising(model: Any, ids: Tensor, labels: Tensor) -> None:
 @on_ranks(2)
 def test_after_a_failed_pass_training_cannot_go_on() -> None:
     way = way_of()
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         with pytest.raises(ZeroDivisionError):
             smp.step(raising)(script.model, *batch(CASE, 0, 8))
         for again in (lambda: script.run(0), lambda: script.model(batch(CASE, 0, 8)[0])):
@@ -293,12 +279,24 @@ def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() ->
     assert repeated_blocks(nn.Linear(2, 2)) == []
 
 
-def shard_attributes(way: Way) -> tuple[Any, Tensor]:
-    """Return what a script finds on the parameters and the optimizer, after a step that it clips."""
-    with world(way):
-        script = Training(CASE, way)
+CLIPPED = way_of(clip=0.25, batches=(8,))
+
+
+@pytest.fixture
+def clipped() -> tuple[float, Tensor]:
+    """Return the norm before clipping and all weights after it, sorted, as in one process."""
+    values = reference(CASE, CLIPPED)[0].values.values()
+    norm = norm_of(reference(CASE, replace(CLIPPED, clip=0.0))[0])
+    return norm, torch.cat([each.flatten() for each in values]).float().sort().values
+
+
+@on_ranks(2)
+def test_scripts_can_read_their_shards(clipped: tuple[float, Tensor]) -> None:
+    """See what a script finds on the parameters and the optimizer, after a step that it clips."""
+    norm, whole = clipped
+    wholes = dict(build(CASE).named_parameters())
+    with training(CASE, CLIPPED) as script:
         optimizer = script.optimizer
-        wholes = dict(build(CASE).named_parameters())
         names: dict[Any, str] = {each: name for name, each in script.model.module.named_parameters()}
         parameters = list(names)
         assert [each.ds_id for each in parameters] == list(range(len(parameters)))
@@ -310,22 +308,15 @@ def shard_attributes(way: Way) -> tuple[Any, Tensor]:
         assert {names[each]: each.ds_shape for each in group} == {name: each.shape for name, each in wholes.items()}
         assert optimizer._global_grad_norm is None
         script.run(0)
+        assert optimizer._global_grad_norm == pytest.approx(norm)
         (flat,) = optimizer.fp32_partitioned_groups_flat
         held = [each.ds_tensor for each in parameters]
         assert flat.dtype is torch.float32
         assert torch.equal(flat, torch.cat([each.flatten().float() for each in held]))
         assert sum(each.ds_numel for each in held) == flat.numel()
         assert optimizer.ds_param_shard_group.size() == 2
-        return optimizer._global_grad_norm, flat
-
-
-def test_scripts_can_read_their_shards() -> None:
-    way = way_of(clip=0.25, batches=(8,))
-    plain = reference(CASE, way)[0]
-    (norm, first), (same_norm, second) = run_ranks(shard_attributes, 2, way)
-    assert norm == same_norm == pytest.approx(norm_of(reference(CASE, replace(way, clip=0.0))[0]))
-    whole = torch.cat([each.flatten() for each in plain.values.values()]).float().sort().values
-    torch.testing.assert_close(torch.cat([first, second]).sort().values, whole)
+        both = torch.cat(smp.allgather(flat.cpu(), smp.CommGroup.WORLD)).sort().values
+        torch.testing.assert_close(both, whole)
 
 
 class UsesOutside(TiedFunctional):
@@ -346,8 +337,7 @@ def register(module: nn.Module) -> None:
 
 
 def register_after_wrapping(case: Case, way: Way) -> Trace:
-    with world(way):
-        script = Training(case, way)
+    with training(case, way) as script:
         register(script.model.module)
         return trace_of([script.run(number) for number in range(len(way.batches))], script.model)
 
@@ -357,13 +347,10 @@ def test_a_registered_parameter_may_be_used_outside_of_its_module() -> None:
     same(OUTSIDE, way_of(), by=register_after_wrapping)
 
 
-def use_unregistered() -> None:
-    with world(way_of()), pytest.raises(RuntimeError, match="DTensor"):
-        Training(OUTSIDE, way_of()).model(batch(OUTSIDE, 0, 8)[0])
-
-
+@on_ranks(2)
 def test_what_is_not_registered_cannot_be_used_outside() -> None:
-    run_ranks(use_unregistered, 2)
+    with training(OUTSIDE, way_of()) as script, pytest.raises(RuntimeError, match="DTensor"):
+        script.model(batch(OUTSIDE, 0, 8)[0])
     wrong: Any = torch.zeros(1)
     with pytest.raises(UsageError, match="register_parameter got `Linear` and `Tensor`"):
         smp.register_parameter(nn.Linear(1, 1), wrong)
@@ -388,9 +375,7 @@ def test_a_scalar_parameter_stays_whole_and_counts_once(stepwise: bool) -> None:
 
 @on_ranks(2)
 def test_after_a_failed_forward_outside_of_steps_training_cannot_go_on() -> None:
-    way = way_of()
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way_of()) as script:
         script.model.get_module().register_forward_pre_hook(failing)
         with pytest.raises(ZeroDivisionError):
             script.model(batch(CASE, 0, 8)[0])

@@ -17,7 +17,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from tests.models import MODELS, Case
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Training, Way, batch, build, same, trace_of, world
+from tests.train import Trace, Training, Way, batch, build, same, trace_of, training, world
 
 CASE = MODELS["frozen and unused parameters"]
 WHOLE = Way(replicas=2, microbatches=2, optimizer="AdamW in groups", model={"bucket_cap_mb": 0.001})
@@ -43,8 +43,8 @@ def test_training_equals_plain_pytorch(name: str, way: Way) -> None:
     same(MODELS[name], way)
 
 
-def measure(way: Way) -> dict[str, Any]:
-    """Count what is moved in a step, and what remains of it."""
+@on_ranks(4)
+def test_a_rank_keeps_its_share_of_the_states_and_a_step_moves_each_gradient_and_weight_once() -> None:
     moved = {"reduce": 0, "_broadcast_coalesced": 0, "all_reduce": 0}
 
     def counted(name: str) -> Any:
@@ -57,38 +57,27 @@ def measure(way: Way) -> dict[str, Any]:
 
         return mock.patch.object(dist, name, call)
 
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, replace(SHARDED, replicas=4)) as script:
         script.run(0)
         script.run(1)
         with counted("reduce"), counted("_broadcast_coalesced"), counted("all_reduce"):
             script.run(2)
-        owned = dict(script.model.virtual_named_parameters())
-        optimizer = script.optimizer
+        owned, optimizer = dict(script.model.virtual_named_parameters()), script.optimizer
         assert set(optimizer.state) <= set(owned.values())
         assert all(each.grad is None for each in set(script.model.parameters()) - set(owned.values()))
         states = [tensor for entry in optimizer.state.values() for tensor in entry.values() if tensor.ndim]
         groups = [(len(group["params"]), group["lr"]) for group in optimizer.param_groups]
-        return {**moved, "owned": list(owned), "states": sum(each.nbytes for each in states), "groups": groups}
-
-
-def test_a_rank_keeps_its_share_of_the_states_and_a_step_moves_each_gradient_and_weight_once() -> None:
-    size = 4
-    found = run_ranks(measure, size, replace(SHARDED, replicas=size))
+        ranks = smp.allgather((list(owned), sum(each.nbytes for each in states)), smp.CommGroup.WORLD)
     named = dict(build(CASE).named_parameters())
     trained = [each for each in named.values() if each.requires_grad]
-    num_bytes = sum(each.nbytes for each in trained)
+    num_bytes, largest = sum(each.nbytes for each in trained), max(each.nbytes for each in trained)
     unused = sum(each.nbytes for name, each in named.items() if name.startswith("unused"))
-    assert sorted(name for each in found for name in each["owned"]) == sorted(named)
-    assert sum(each["states"] for each in found) == 2 * (num_bytes - unused)
-    largest = max(each.nbytes for each in trained)
-    assert max(each["states"] for each in found) <= 2 * (1.1 * num_bytes / size + largest)
-    groups = [(sum(each.ndim > 1 for each in trained), 0.05), (sum(each.ndim <= 1 for each in trained), 0.02)]
-    for each in found:
-        assert each["all_reduce"] == 0
-        assert each["reduce"] == num_bytes + 8 * len(trained)  # a number says whether a rank has the gradient
-        assert each["_broadcast_coalesced"] == num_bytes
-        assert each["groups"] == groups
+    # Beside a gradient, a number says whether a rank has it.
+    assert moved == {"reduce": num_bytes + 8 * len(trained), "_broadcast_coalesced": num_bytes, "all_reduce": 0}
+    assert groups == [(sum(each.ndim > 1 for each in trained), 0.05), (sum(each.ndim <= 1 for each in trained), 0.02)]
+    assert sorted(name for names, _ in ranks for name in names) == sorted(named)
+    assert sum(share for _, share in ranks) == 2 * (num_bytes - unused)
+    assert max(share for _, share in ranks) <= 2 * (1.1 * num_bytes / 4 + largest)
 
 
 def add_without_clearing(case: Case, way: Way) -> Trace:
@@ -125,8 +114,7 @@ def test_parameters_may_be_frozen_and_unfrozen() -> None:
 
 def save() -> dict[str, Any]:
     """Return copies, as a state dict refers to the states that go on changing."""
-    with world(SHARDED):
-        script = Training(CASE, SHARDED)
+    with training(CASE, SHARDED) as script:
         script.run(0)
         optimizer = script.optimizer
         forms = {
@@ -141,8 +129,7 @@ def load(way: Way, kept: list[dict[str, Any]]) -> list[dict[int, dict[str, Tenso
     """Return the whole states after loading each form."""
     results = []
     for form in ("list", "own", "whole"):
-        with world(way):
-            script = Training(CASE, way)
+        with training(CASE, way) as script:
             script.run(0)
             source = kept[smp.rank()][form] if form == "own" else kept[0][form]
             script.optimizer.load_state_dict(copy.deepcopy(source))

@@ -20,7 +20,7 @@ import smpkit.torch as smp
 from smpkit.torch.tensor_parallel.module import initialize_shard
 from tests.models import Case
 from tests.pairwise import pairwise, slow
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import TOLERANCE, Way, batch, build, same, world
 from tests.transparency import tensor_parallel_plain as plain
 
@@ -210,8 +210,9 @@ CASES = {
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def differences(kind: str) -> dict[str, float]:
-    """Return what differs on one rank from plain PyTorch, and by how much."""
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_one_rank_equals_plain_pytorch(kind: str) -> None:
     case = CASES[kind]
     with world(Way()):
         module, arguments = build(case), batch(case, 0, 4)
@@ -222,12 +223,7 @@ def differences(kind: str) -> dict[str, float]:
         pairs: dict[str, Any] = {name: (each, theirs[name]) for name, each in ours.items()}
         pairs |= {f"the gradient of {name}": (each.grad, state[name].grad) for name, each in module.named_parameters()}
         found = {name: (left - right).abs().max().item() for name, (left, right) in pairs.items() if left is not None}
-        return {name: each for name, each in found.items() if not each < TOLERANCE}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_equals_plain_pytorch(kind: str) -> None:
-    assert run_ranks(differences, 1, kind) == [{}]
+        assert {name: each for name, each in found.items() if not each < TOLERANCE} == {}
 
 
 def way_of(tensor: int, prescaled: bool, optimize: str) -> Way:

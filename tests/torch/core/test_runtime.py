@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from smpkit.errors import ConfigError, DeadlineError, UsageError
 from smpkit.torch.distributed.init import extra_group, shutdown
 from tests.models import CASES, Case
 from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.torch.steps import on_ranks, train_step
 from tests.train import Trace, Way, same, train
 
 QUERIES = ["rank", "size", "local_rank", "local_size"] + [
@@ -127,160 +126,118 @@ def test_the_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 GRID = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 4}
+KINDS = ("mp", "dp", "tp", "pp", "rdp")
 
 
-def initialise(config: dict[str, Any]) -> None:
-    smp.init(config)
-
-
-def describe(config: dict[str, Any]) -> dict[str, Any]:
-    smp.init(config)
-    groups = {kind: getattr(smp, f"get_{kind}_group")() for kind in ("mp", "dp", "tp", "pp", "rdp")}
-    sums = {}
-    for kind, ranks in groups.items():
-        group = getattr(smp, f"get_{kind}_process_group")()
+def check_groups(size: int) -> None:
+    smp.init(GRID)
+    rank = int(os.environ["RANK"])
+    assert (smp.rank(), smp.size(), smp.local_rank(), smp.local_size()) == (rank, size, rank, size)
+    for kind in KINDS:
+        ranks, group = getattr(smp, f"get_{kind}_group")(), getattr(smp, f"get_{kind}_process_group")()
         assert dist.get_process_group_ranks(group) == ranks
-        tensor = torch.tensor([2.0 ** smp.rank()])
+        assert len(ranks) == getattr(smp, f"{kind}_size")()
+        assert ranks[getattr(smp, f"{kind}_rank")()] == rank
+        tensor = torch.tensor([2.0**rank])
         dist.all_reduce(tensor, group=group)
-        sums[kind] = int(tensor)
-    return {**{name: getattr(smp, name)() for name in QUERIES}, **groups, "sums": sums}
+        assert int(tensor) == sum(2**member for member in ranks)
 
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_groups_of_a_grid_work_and_are_the_meshs(size: int) -> None:
-    for rank, told in enumerate(run_ranks(describe, size, GRID)):
-        assert (told["rank"], told["size"], told["local_rank"], told["local_size"]) == (rank, size, rank, size)
-        for kind in ("mp", "dp", "tp", "pp", "rdp"):
-            assert told["sums"][kind] == sum(2**member for member in told[kind])
-            assert told[kind][told[f"{kind}_rank"]] == rank
-            assert len(told[kind]) == told[f"{kind}_size"]
+    run_ranks(check_groups, size, size)
 
 
+@on_ranks(4)
 def test_trap_13_get_tp_group_is_a_list_and_the_group_names_are_attributes() -> None:
-    told = run_ranks(describe, 4, GRID)
-    assert told[0]["tp"] == [0, 1]
-    assert 0 in told[1]["tp"]
-    assert 0 not in told[2]["tp"]
+    smp.init(GRID)
+    assert smp.get_tp_group() == ([0, 1] if smp.rank() < 2 else [2, 3])
     for name in ("WORLD", "MP_GROUP", "DP_GROUP", "TP_GROUP", "PP_GROUP", "RDP_GROUP"):
         assert getattr(smp, name) is getattr(smp.CommGroup, name)
     for name in ("WORLD_RANK", "MP_RANK", "DP_RANK", "TP_RANK", "PP_RANK", "RDP_RANK"):
         assert isinstance(getattr(smp.RankType, name), smp.RankType)
 
 
-def local_places() -> tuple[int, int]:
-    smp.init({"ddp": True})
-    return smp.local_rank(), smp.local_size()
-
-
+@on_ranks(4, hosts=2)
 def test_two_hosts_have_local_ranks_of_their_own() -> None:
-    assert run_ranks(local_places, 4, hosts=2) == [(0, 2), (1, 2), (0, 2), (1, 2)]
-
-
-def identical_groups() -> bool:
     smp.init({"ddp": True})
-    world = smp.get_world_process_group()
-    return smp.get_dp_process_group() is world and smp.get_tp_process_group() is smp.get_pp_process_group()
+    assert (smp.local_rank(), smp.local_size()) == (int(os.environ["RANK"]) % 2, 2)
 
 
+@on_ranks(2)
 def test_groups_with_the_same_ranks_are_one_group() -> None:
-    assert run_ranks(identical_groups, 2) == [True, True]
+    smp.init({"ddp": True})
+    assert smp.get_dp_process_group() is smp.get_world_process_group()
+    assert smp.get_tp_process_group() is smp.get_pp_process_group()
 
 
-def init_again_with_other_degrees() -> list[Any]:
-    smp.init()
-    before = smp.get_dp_group()
-    if smp.rank() == 3:
+@on_ranks(4)
+def test_trap_4_other_degrees_remake_the_groups_while_no_model_is_wrapped() -> None:
+    smp.init({"ddp": True})
+    rank = smp.rank()
+    assert smp.get_dp_group() == [0, 1, 2, 3]
+    if rank == 3:
         time.sleep(0.5)  # what it said of the configuration before must not count for this one
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    assert smp.get_pp_group() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert smp.get_dp_group() == [rank % 2, rank % 2 + 2]
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=smp.get_pp_process_group())
-    return [before, smp.get_pp_group(), smp.get_dp_group(), int(tensor)]
+    assert int(tensor) == 2
 
 
-def test_trap_4_other_degrees_remake_the_groups_while_no_model_is_wrapped() -> None:
-    assert run_ranks(ignoring_warnings, 4, "init_again_with_other_degrees")[2] == [[0, 1, 2, 3], [2, 3], [0, 2], 2]
-
-
-def shut_down_and_init_again() -> list[int]:
-    counts = []
+@on_ranks(2)
+def test_ranks_can_meet_again_after_shutdown() -> None:
     for _ in range(3):
         smp.init({"ddp": True})
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=smp.get_dp_process_group())
-        counts.append(int(tensor))
+        assert int(tensor) == 2
         smp.shutdown()
-    return counts
 
 
-def test_ranks_can_meet_again_after_shutdown() -> None:
-    assert run_ranks(shut_down_and_init_again, 2) == [[2, 2, 2], [2, 2, 2]]
-
-
-def ignoring_warnings(name: str) -> Any:
-    warnings.simplefilter("ignore")
-    return globals()[name]()
-
-
-def warn_on_one_rank_only() -> list[str]:
+@on_ranks(2)
+def test_independent_replicas_are_warned_of_by_rank_0_only() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         smp.init()
-    return [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    assert len(texts) == 1 - smp.rank()
+    for text in texts:
+        assert "2 data-parallel ranks: the replicas train independently" in text
+        assert '`smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})` cuts the model' in text
 
 
-def test_independent_replicas_are_warned_of_by_rank_0_only() -> None:
-    first, second = run_ranks(warn_on_one_rank_only, 2)
-    assert len(first) == 1
-    assert "2 data-parallel ranks: the replicas train independently" in first[0]
-    assert '`smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})` cuts the model' in first[0]
-    assert second == []
-
-
-def differing_configuration() -> str:
-    with pytest.raises(ConfigError) as caught:
-        smp.init({"microbatches": 1 + int(os.environ["RANK"]), "ddp": True})
-    return str(caught.value)
-
-
+@on_ranks(2)
 def test_ranks_with_different_configurations_are_told_which() -> None:
-    first, second = run_ranks(differing_configuration, 2)
-    assert "microbatches: is 1 on rank 0 but 2 on rank 1" in first
-    assert "microbatches: is 2 on rank 1 but 1 on rank 0" in second
+    rank = int(os.environ["RANK"])
+    with pytest.raises(ConfigError) as caught:
+        smp.init({"microbatches": 1 + rank, "ddp": True})
+    assert f"microbatches: is {1 + rank} on rank {rank} but {2 - rank} on rank {1 - rank}" in str(caught.value)
 
 
-def with_a_group_of_the_scripts_own() -> tuple[bool, int, bool]:
-    dist.init_process_group("gloo")
-    own = dist.group.WORLD
-    smp.init({"ddp": True})
-    reused = smp.get_world_process_group() is own
-    smp.barrier()
-    size = smp.size()
-    smp.shutdown()
-    return reused, size, dist.is_initialized()
-
-
+@on_ranks(2)
 def test_a_default_group_of_the_script_is_used_and_left_alone() -> None:
-    assert run_ranks(with_a_group_of_the_scripts_own, 2) == [(True, 2, True)] * 2
-
-
-def with_groups_of_some_ranks() -> list[list[int]]:
     dist.init_process_group("gloo")
-    found = []
+    smp.init({"ddp": True})
+    assert smp.get_world_process_group() is dist.group.WORLD
+    smp.barrier()
+    assert smp.size() == 2
+    smp.shutdown()
+    assert dist.is_initialized()
+
+
+@on_ranks(4)
+def test_ranks_meet_though_the_script_has_made_groups_of_some_of_them() -> None:
+    # Torch names a group by how many a process has, too: ranks with unlike many waited for each other in the next.
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     for alone in (0, 1):
         dist.new_group([alone])
         smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 2, "timeout_seconds": 20})
-        found += [smp.allgather(smp.rank(), group) for group in (smp.CommGroup.PP_GROUP, smp.CommGroup.DP_GROUP)]
+        assert smp.allgather(rank, smp.CommGroup.PP_GROUP) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert smp.allgather(rank, smp.CommGroup.DP_GROUP) == [rank % 2, rank % 2 + 2]
         smp.shutdown()
-    return found
-
-
-def test_ranks_meet_though_the_script_has_made_groups_of_some_of_them() -> None:
-    # Torch names a group by how many a process has, too: ranks with unlike many waited for each other in the next.
-    for rank, found in enumerate(run_ranks(with_groups_of_some_ranks, 4)):
-        replica, stage = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert found in ([replica, stage] * 2, [stage, replica] * 2)
 
 
 def train_in_a_group_for_gpus_only(case: Case, way: Way) -> Trace:
@@ -308,34 +265,33 @@ def test_who_does_not_come_to_a_group_is_named() -> None:
     assert "rank 0 waited 2 s in the group of ranks 0, 1 and 2 (shared parameters) for rank 1" in text
 
 
-def with_a_contradicting_group() -> str:
+@on_ranks(2)
+def test_a_default_group_that_contradicts_the_launcher_is_refused() -> None:
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with pytest.raises(UsageError) as caught:
         smp.init()
-    return caught.value.message
+    assert caught.value.message == (
+        f"torch.distributed was initialised as rank 0 of 1, but torchrun says rank {rank} of 2"
+    )
 
 
-def test_a_default_group_that_contradicts_the_launcher_is_refused() -> None:
-    message = run_ranks(with_a_contradicting_group, 2)[1]
-    assert message == "torch.distributed was initialised as rank 0 of 1, but torchrun says rank 1 of 2"
-
-
-def without_launcher_variables() -> tuple[int, int, int, int]:
+@on_ranks(2)
+def test_a_default_group_without_a_launcher_gives_the_places() -> None:
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     smp.init({"ddp": True})
-    return smp.rank(), smp.size(), smp.local_rank(), smp.local_size()
+    assert (smp.rank(), smp.size(), smp.local_rank(), smp.local_size()) == (rank, 2, rank, 2)
 
 
-def test_a_default_group_without_a_launcher_gives_the_places() -> None:
-    assert run_ranks(without_launcher_variables, 2) == [(0, 2, 0, 2), (1, 2, 1, 2)]
-
-
-def start_over_and_over(times: int) -> list[int]:
-    """Return how many threads gloo has after each of several worlds, with the last model still in a variable."""
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+@on_ranks(4)
+def test_worlds_that_are_over_leave_no_threads() -> None:
+    """Not even with the last model still in a variable."""
     counts: list[int] = []
-    for _ in range(times):
+    for _ in range(5):
         smp.init({"pipeline_parallel_degree": 2, "ddp": True})
         model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         train_step(model, torch.ones(2, 2))
@@ -344,7 +300,7 @@ def start_over_and_over(times: int) -> list[int]:
         while (found := gloo_threads()) > max(counts[1:2], default=found) and time.monotonic() < end:
             time.sleep(0.01)
         counts.append(found)
-    return counts
+    assert max(counts[2:]) <= counts[1]
 
 
 def gloo_threads() -> int:
@@ -353,9 +309,3 @@ def gloo_threads() -> int:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             names.append((task / "comm").read_text())
     return sum("gloo" in name for name in names)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-def test_worlds_that_are_over_leave_no_threads() -> None:
-    for counts in run_ranks(start_over_and_over, 4, 5):
-        assert max(counts[2:]) <= counts[1]

@@ -7,12 +7,12 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 
 import smpkit.torch as smp
-from smpkit.testing import run_ranks
 from smpkit.torch.core.warn import warn_user
+from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 SCRIPT = """
 import torch
@@ -39,21 +39,15 @@ def test_a_warning_shows_the_line_of_the_script_once(tmp_path: Path) -> None:
     assert said[1:] == ["  train_step(torch.ones(2, 4))  # the line to look at"]
 
 
-def warned_through_torch() -> list[str]:
-    smp.init()
+@on_ranks(2)
+def test_one_rank_warns() -> None:
+    smp.init({"ddp": True})
     module = torch.nn.Linear(1, 1)
     module.register_forward_pre_hook(lambda *_: warn_user("look"))
-    if smp.rank() == 0:
-        with pytest.warns(UserWarning, match="look") as caught:
-            module(torch.ones(1, 1))
-    else:
-        module(torch.ones(1, 1))  # warnings are errors here
-        return []
-    return [Path(each.filename).name for each in caught]
-
-
-def test_one_rank_warns() -> None:
-    assert run_ranks(warned_through_torch, 2) == [["test_warn.py"], []]
+    with warnings.catch_warnings(record=True) as caught:
+        module(torch.ones(1, 1))
+    assert [Path(each.filename).name for each in caught] == ["test_warn.py"] * (smp.rank() == 0)
+    assert all("look" in str(each.message) for each in caught)
 
 
 def number_of_warnings() -> int:

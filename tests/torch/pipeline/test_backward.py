@@ -17,6 +17,7 @@ from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs, watching
 from smpkit.torch.recompute.torch_checkpoint import _Checkpoint
+from tests.models import WIDTH, NoGradient
 
 
 def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -24,6 +25,10 @@ def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:
     work = BackwardWork(None, 0)  # type: ignore[arg-type]
     work.add_root(root, gradient, 0)
     work.run(0, split=False)
+
+
+def gradient_of(leaf: torch.Tensor) -> Any:
+    return None if leaf.grad is None else leaf.grad.tolist()
 
 
 @pytest.mark.parametrize(
@@ -40,8 +45,7 @@ def test_a_gradient_that_does_not_fit_its_root_is_refused(gradient: Tensor | Non
         started(torch.ones(3, requires_grad=True) * 2, gradient)
     leaf = torch.ones(3, requires_grad=True)
     started((leaf * 2).sum(), None)
-    assert leaf.grad is not None
-    assert leaf.grad.tolist() == [2, 2, 2]
+    assert gradient_of(leaf) == [2, 2, 2]
 
 
 def test_a_subclass_is_asked_how_its_backward_goes() -> None:
@@ -67,15 +71,12 @@ def test_each_segment_runs_what_it_has_left_and_no_more() -> None:
     used = work.cut(made, 0, 1) * second
     work.add_root(used, torch.ones(2), 1)
     work.run(1, split=False)
-    before = first.grad
+    assert first.grad is None
     work.run(0, split=False)
     work.run(2, split=False)  # has nothing
-    assert before is None
     assert work.done == {0, 1, 2}
-    assert first.grad is not None
-    assert first.grad.tolist() == [3, 3]
-    assert second.grad is not None
-    assert second.grad.tolist() == [3, 3]
+    assert gradient_of(first) == [3, 3]
+    assert gradient_of(second) == [3, 3]
 
 
 def test_what_arrives_keeps_its_steps_in_memory() -> None:
@@ -91,26 +92,15 @@ def test_what_arrives_can_be_changed_in_place_and_who_has_kept_it_finds_out() ->
     value = work.add_receive(leaf, transfer)
     kept = value.square()
     value.mul_(3).sum().backward()
-    assert leaf.grad is not None
-    assert leaf.grad.tolist() == [3, 3, 3]
+    assert gradient_of(leaf) == [3, 3, 3]
     assert value.data_ptr() == leaf.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
 
 
-class GivesNoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _gradient: torch.Tensor) -> None:
-        return None
-
-
 def test_a_cut_makes_no_gradient_where_there_is_none() -> None:
     work, weight, other = BackwardWork(None, 0), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)  # type: ignore[arg-type]
-    work.add_root(GivesNoGradient.apply(work.cut(weight * 3, 0, 1)) * other, torch.ones(2), 1)
+    work.add_root(NoGradient.apply(work.cut(weight * 3, 0, 1)) * other, torch.ones(2), 1)
     work.run(1, split=False)
     work.run(0, split=False)
     assert other.grad is not None
@@ -124,9 +114,6 @@ def test_backward_starts_with_one_times_the_scale() -> None:
     assert root_gradient((leaf * 3).double(), None, 0.5).dtype is torch.float64  # type: ignore[union-attr]
     assert root_gradient(leaf.reshape(1), None, 0.5).shape == (1,)  # type: ignore[union-attr]
     assert root_gradient(torch.ones(2), None, 1.0) is None
-
-
-WIDTH = 6
 
 
 class Double(torch.autograd.Function):
@@ -225,6 +212,11 @@ def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, WeightBackward | None]
     return leaf.grad, half
 
 
+def run_half(half: WeightBackward | None) -> None:
+    assert half is not None
+    half.run()
+
+
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: each.grad for name, each in module.named_parameters()}
 
@@ -245,8 +237,7 @@ def test_gradients_are_those_of_one_backward_to_the_bit(name: str) -> None:
         assert torch.equal(gradient, leaf.grad)
         unchanged = {key for key, each in gradients(module).items() if _equal(each, before[key])}
         assert {key for key, each in gradients(plain).items() if each is not None} & unchanged == late
-        assert half is not None
-        half.run()
+        run_half(half)
         assert all(_equal(each, gradients(plain)[key]) for key, each in gradients(module).items())
 
 
@@ -262,16 +253,14 @@ def test_each_weight_is_added_to_once() -> None:
         each.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
     _, half = halved(module, torch.randn(3, WIDTH))
     assert calls == []
-    assert half is not None
-    half.run()
+    run_half(half)
     assert sorted(calls) == ["alone", "shared.bias", "shared.weight"]
 
 
 def test_a_custom_function_runs_once() -> None:
     Double.num_backwards = 0
     _, half = halved(Custom(), torch.randn(3, WIDTH))
-    assert half is not None
-    half.run()
+    run_half(half)
     assert Double.num_backwards == 1
 
 
@@ -302,8 +291,7 @@ def test_several_losses_with_gradients_of_their_own() -> None:
     ]
     torch.autograd.backward(roots[0], starts)
     half = backward_inputs(roots[1], starts, [leaves[1]])
-    assert half is not None
-    half.run()
+    run_half(half)
     assert _equal(leaves[0].grad, leaves[1].grad)
     assert all(_equal(each, gradients(plain)[key]) for key, each in gradients(module).items())
 

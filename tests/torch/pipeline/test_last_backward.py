@@ -10,9 +10,9 @@ import torch
 
 import smpkit.torch as smp
 from tests.ranks import run_ranks
-from tests.torch.pipeline.test_executor import WIDTH, evaluate, executor, start
+from tests.torch.pipeline.test_executor import WIDTH, start
 from tests.torch.pipeline.test_rerecorded import own_way
-from tests.torch.steps import train_step
+from tests.torch.steps import evaluate, executor, on_ranks, train_step
 
 
 @smp.step
@@ -50,32 +50,29 @@ def split_segments() -> set[int]:
     return {segment for plan in plans if plan is not None for segment in plan.split}
 
 
-def every_way() -> list[list[str]]:
-    found = []
+@on_ranks(2)
+def test_the_last_backward_of_a_step_is_told_of_once() -> None:
     for microbatches, tied, more in (
         (4, False, {}),
         (4, True, {}),
         (4, False, {"pipeline": "simple", "active_microbatches": 4}),
         (6, False, {"pipeline": "zero_bubble"}),
     ):
-        model = start(2, microbatches, tied=tied, **more)
+        model = start(microbatches, tied=tied, **more)
         inputs = torch.randn(2 * microbatches, WIDTH)
         with torch.no_grad():
             evaluate(model, inputs)
-        steps = (train_step, train_step, train_step, asking_step)
-        found += [told(partial(step, model, inputs)) for step in steps]
+        for step in (train_step, train_step, train_step, asking_step):
+            assert_told_once(told(partial(step, model, inputs)))
         smp.shutdown()
-    return found
 
 
-def test_the_last_backward_of_a_step_is_told_of_once() -> None:
-    for rank in run_ranks(every_way, 2):
-        for events in rank:
-            assert [place for place, event in enumerate(events) if event == "last"] == [len(events) - 2], events
+def assert_told_once(events: list[str]) -> None:
+    assert [place for place, event in enumerate(events) if event == "last"] == [len(events) - 2], events
 
 
 def stray_in_halves() -> list[str]:
-    model = start(2, 6, pipeline="zero_bubble")
+    model = start(6, pipeline="zero_bubble")
     x = torch.randn(12, WIDTH)
     skipping: Iterator[bool] = iter([False] * 6 + [False] * 3 + [True] + [False] * 2)
     own_way(model, x, skipping)
@@ -86,4 +83,4 @@ def test_a_microbatch_that_strays_has_no_weight_halves_to_wait_for() -> None:
     found = run_ranks(stray_in_halves, 2)
     assert any(event.startswith("W") for events in found for event in events)
     for events in found:
-        assert [place for place, event in enumerate(events) if event == "last"] == [len(events) - 2], events
+        assert_told_once(events)

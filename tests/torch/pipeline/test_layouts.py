@@ -14,8 +14,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from tests.models import WIDTH, Case, mse_step, vectors
-from tests.ranks import run_ranks
-from tests.torch.steps import over_ranks
+from tests.torch.steps import evaluate, on_ranks, over_ranks
 from tests.train import Way, same
 
 WAY = Way(pipeline=2, microbatches=2, batches=(4, 4), placement=5, config={"pipeline": "zero_bubble"})
@@ -105,38 +104,24 @@ class Turned(nn.Module):
         return y.t().contiguous().t()
 
 
-@smp.step
-def score(model: Any, x: Tensor) -> Any:
-    return model(x)
-
-
-def score_batches() -> list[tuple[bool, list[tuple[int, ...]]]]:
-    """Return for each batch whether one process gives the same, and the strides of what the microbatches returned."""
+@on_ranks(2)
+def test_inputs_and_outputs_lie_alike_on_all_ranks() -> None:
+    """Ranks that know other kinds of arguments than the others wait for them for ever."""
     torch.manual_seed(3)
     model = Turned()
     plain = copy.deepcopy(model)
     wrapped, text = over_ranks(model, {model.far: 1}, microbatches=2), torch.randn(8, 2 * WIDTH)
     turned = torch.randn(WIDTH, 4).t()
-    batches = [
-        text[:4, :WIDTH].clone(),
-        text[:4, :WIDTH],  # with gaps, as `tokens[:, :-1]` has
-        turned,
-        turned if smp.pp_rank() == 0 else torch.zeros(4, WIDTH),  # whose contents nobody looks at, nor how they lie
-        text[:2, :WIDTH],  # microbatches of one row
-    ]
-    found = []
-    for step, batch in enumerate(batches):
+    for first, own in (
+        (text[:4, :WIDTH].clone(), None),
+        (text[:4, :WIDTH], None),  # with gaps, as `tokens[:, :-1]` has
+        (turned, None),
+        (turned, torch.zeros(4, WIDTH)),  # of the other rank, whose contents nobody looks at, nor how they lie
+        (text[:2, :WIDTH], None),  # microbatches of one row
+    ):
         with torch.no_grad():
-            returned = score(wrapped, batch).outputs
-            wanted = [plain(part) for part in (turned if step == 3 else batch).clone().chunk(2)]
-        equal = all(map(torch.equal, returned, wanted))
-        found.append((equal, [output.stride() for output in returned]))
-    smp.shutdown()
-    return found
-
-
-def test_inputs_and_outputs_lie_alike_on_all_ranks() -> None:
-    """Ranks that know other kinds of arguments than the others wait for them for ever."""
-    first, last = run_ranks(score_batches, 2)
-    assert all(equal for equal, _ in first)
-    assert first == last
+            returned = evaluate(wrapped, first if own is None or smp.pp_rank() == 0 else own).outputs
+            wanted = [plain(part) for part in first.clone().chunk(2)]
+        assert smp.pp_rank() > 0 or all(map(torch.equal, returned, wanted))
+        strides = [output.stride() for output in returned]
+        assert smp.allgather(strides, smp.CommGroup.PP_GROUP) == [strides] * 2

@@ -15,10 +15,12 @@ import smpkit.torch as smp
 from smpkit.torch.pipeline.stage_context import StageContext
 from tests.models import DROPOUT, WIDTH, Case, mse_step, vectors
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import KINDS, Way, batch, checkpoint_layers, train, training
 
 
-def train_twice() -> tuple[int, list[str]]:
+@on_ranks(2)
+def test_stages_and_their_threads_end_with_the_training() -> None:
     for config in ({}, {"offload_activations": True, "activation_loading_horizon": 2}):
         train(DROPOUT, Way(pipeline=2, config=config, prepare=checkpoint_layers))
     assert not smp.is_initialized()
@@ -26,15 +28,8 @@ def train_twice() -> tuple[int, list[str]]:
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
             thread.join(60)
-    return sum(isinstance(each, StageContext) for each in gc.get_objects()), [
-        each.name for each in threading.enumerate()
-    ]
-
-
-def test_stages_and_their_threads_end_with_the_training() -> None:
-    for stages, threads in run_ranks(train_twice, 2):
-        assert stages == 0
-        assert threads == ["MainThread"]
+    assert not any(isinstance(each, StageContext) for each in gc.get_objects())
+    assert [each.name for each in threading.enumerate()] == ["MainThread"]
 
 
 def tensors_in_cycles(name: str) -> int:
@@ -87,20 +82,14 @@ def watched_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Watching(WIDTH, WIDTH))
 
 
-def graphs_at_a_time() -> int:
-    """Return how many microbatches' graphs the second of two stages held at a time."""
+@on_ranks(2)
+def test_a_returned_loss_keeps_no_graph_whose_backward_ran_in_halves() -> None:
+    """Count the microbatches whose graphs the second of two stages holds at a time."""
     case = Case(watched_model, vectors, mse_step)
     config = {"active_microbatches": 2, "pipeline": "zero_bubble"}
     with training(case, Way(pipeline=2, microbatches=6, placement=-1, config=config)) as trained:
         for number in range(3):
             Watched.nodes.clear()
             trained.step(*batch(case, number, 12))
-        most = trained.model.get_module().get_submodule("1").most
-        assert isinstance(most, int)
-        return most
-
-
-def test_a_returned_loss_keeps_no_graph_whose_backward_ran_in_halves() -> None:
-    first, last = run_ranks(graphs_at_a_time, 2)
-    assert first == 0
-    assert 0 < last <= 2
+        watching: Any = trained.model.get_module().get_submodule("1")
+        assert 0 < watching.most <= 2 if smp.pp_rank() else watching.most == 0

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.distributed import deadline
 from tests.models import WIDTH, Case, vectors
 from tests.ranks import run_ranks
-from tests.torch.steps import over_ranks
+from tests.torch.steps import error_of, in_a_row, on_ranks
 from tests.train import Way, same
 
 
@@ -56,7 +55,7 @@ def train_step(model: Any, x: Tensor) -> Tensor:
 def begin() -> Any:
     """Return a model whose first half lies on one rank and whose other on the next, after a step."""
     module = build()
-    model = over_ranks(module, {layer: number // 2 for number, layer in enumerate(module)}, microbatches=2)
+    model = in_a_row(*module, around=module, microbatches=2)
     train_step(model, torch.ones(4, WIDTH))
     return model
 
@@ -80,40 +79,27 @@ READS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def read() -> dict[str, str]:
-    """Return what reading a weight of the other rank says, by the way in which it is read."""
-    model, told = begin(), {}
-    theirs = model.module[2].linear.weight if smp.pp_rank() == 0 else model.module[0].weight
-    for name, reading in READS.items():
+@on_ranks(2)
+def test_reading_a_weight_of_another_rank_says_where_it_is() -> None:
+    model, rank = begin(), smp.pp_rank()
+    theirs = model.module[2].linear.weight if rank == 0 else model.module[0].weight
+    name = ["2.linear.weight", "0.weight"][rank]
+    needed = f" needs the numbers of `{name}`, which pipeline rank {1 - rank} holds and rank {rank} does not"
+    for how, reading in READS.items():
         with pytest.raises(UsageError) as caught:
             reading(theirs)
-        told[name] = caught.value.message
-    told["printed"] = f"{theirs} {theirs.data[0]!r}"
-    return told
-
-
-def test_reading_a_weight_of_another_rank_says_where_it_is() -> None:
-    for rank, told in enumerate(run_ranks(read, 2)):
-        weight = ["2.linear.weight", "0.weight"][rank]
-        printed = told.pop("printed")
-        assert told["item"] == (
-            f"`item` needs the numbers of `{weight}`, which pipeline rank {1 - rank} holds and rank {rank} does not"
-        )
-        for message in told.values():
-            assert message.endswith(told["item"].removeprefix("`item`"))
-        assert printed == (
-            f"Parameter(`{weight}` on pp_rank {1 - rank}, float32[{WIDTH}, {WIDTH}])"
-            f" Tensor(`{weight}` on pp_rank {1 - rank}, float32[{WIDTH}])"
-        )
+        assert caught.value.message.endswith(needed)
+        assert how != "item" or caught.value.message.startswith("`item` needs")
+    assert f"{theirs} {theirs.data[0]!r}" == (
+        f"Parameter(`{name}` on pp_rank {1 - rank}, float32[{WIDTH}, {WIDTH}])"
+        f" Tensor(`{name}` on pp_rank {1 - rank}, float32[{WIDTH}])"
+    )
 
 
 def read_in_a_unit() -> str:
     model = begin()
     model.module[2].reads = True
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - what the other rank gets is told below
-        train_step(model, torch.ones(6, WIDTH))
-    deadline.report_failure(caught.value)
-    return str(caught.value)
+    return error_of(lambda: train_step(model, torch.ones(6, WIDTH)))
 
 
 def test_a_module_that_reads_a_weight_of_another_rank_is_refused() -> None:
@@ -132,25 +118,31 @@ def initialise(module: nn.Module) -> None:
         module.bias[1:].uniform_()
 
 
-def initialise_over_ranks() -> list[str]:
+@on_ranks(2)
+def test_initialising_after_partitioning_is_one_warning() -> None:
     model = begin()
     with warnings.catch_warnings(record=True) as caught:
         model.apply(initialise)
         model.apply(initialise)
     assert model.module[smp.pp_rank() * 2 + 1].weight.isfinite().all()
-    return [str(each.message) for each in caught]
+    texts = {str(each.message) for each in caught}
+    assert len(texts) == 1 - smp.pp_rank(), texts
+    assert all("initialise before smp.DistributedModel" in text for text in texts)
 
 
-def test_initialising_after_partitioning_is_one_warning() -> None:
-    first, second = run_ranks(initialise_over_ranks, 2)
-    assert len(set(first)) == 1, first
-    assert "initialise before smp.DistributedModel" in first[0]
-    assert second == []
+def train(optimizer: Any, step: Callable[[], float]) -> list[float]:
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(step())
+        optimizer.step()
+    return losses
 
 
-def go_on() -> list[Any]:
+@on_ranks(2)
+def test_what_needs_no_numbers_goes_on_for_all_parameters() -> None:
     """Do what libraries do to all parameters, and train on."""
-    model = begin()
+    model, plain, x = begin(), build(), torch.ones(4, WIDTH)
     parameters = list(model.parameters())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(parameters, lr=0.1, foreach=True))
     optimizer.zero_grad(set_to_none=False)
@@ -172,30 +164,18 @@ def go_on() -> list[Any]:
         assert isinstance(copy.deepcopy(each), nn.Parameter)
         assert each.is_leaf
         assert torch.zeros_like(each).shape == each.T.T.shape == each.shape
-    total = sum(each.numel() for each in parameters)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        losses.append(train_step(model, torch.ones(4, WIDTH)).reduce_mean().item())
-        optimizer.step()
+    assert sum(each.numel() for each in parameters) == sum(each.numel() for each in plain.parameters())
+
+    def step_plainly() -> float:
+        loss = loss_of(plain, x)
+        loss.backward()
+        return loss.item()
+
+    expected = train(torch.optim.AdamW(plain.parameters(), lr=0.1), step_plainly)
+    found = train(optimizer, lambda: train_step(model, x).reduce_mean().item())
+    assert found == pytest.approx(expected, rel=1e-5)
     model.module.load_state_dict(model.state_dict())
     model.to(torch.float64)
-    return [total, losses]
-
-
-def test_what_needs_no_numbers_goes_on_for_all_parameters() -> None:
-    plain = build()
-    total, optimizer = sum(each.numel() for each in plain.parameters()), torch.optim.AdamW(plain.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(plain, torch.ones(4, WIDTH))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    for told in run_ranks(go_on, 2):
-        assert told[0] == total
-        assert told[1] == pytest.approx(losses, rel=1e-5)
 
 
 class Penalised(nn.Module):

@@ -8,26 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from tests.models import MODELS
+from tests.models import MODELS, Case
 from tests.ranks import run_ranks
-from tests.torch.steps import announced
+from tests.torch.steps import announced, on_ranks
 from tests.train import (
     OPTIMIZERS,
     TOLERANCE,
     Trace,
-    Training,
     Way,
     batch,
     build,
     check_same,
+    flat,
     reference,
+    same,
     trace_of,
+    training,
     world,
 )
 
@@ -36,22 +38,16 @@ TWO = Way(pipeline=2, microbatches=2, optimizer="AdamW")
 ONE_BATCH = replace(TWO, batches=(8,))
 
 
-def plain_state(way: Way = TWO) -> dict[str, Tensor]:
-    return reference(CASE, way)[0].values
-
-
 def gather() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
-    with world(TWO):
-        script = Training(CASE, TWO)
+    with training(CASE, TWO) as trained:
         for number in range(len(TWO.batches)):
-            script.run(number)
-        model = script.model
+            trained.run(number)
+        model = trained.model
         whole, first = model.state_dict(), model.state_dict(gather_to_rank0=True)
-        return copy.deepcopy((whole, first, model.local_state_dict(), script.optimizer.state_dict()))
+        return copy.deepcopy((whole, first, model.local_state_dict(), trained.optimizer.state_dict()))
 
 
-def test_full_gathered_and_local_state_dicts() -> None:
-    plain = plain_state()
+def test_full_gathered_and_local_state_dicts(plain: dict[str, Tensor]) -> None:
     (full0, first0, local0, optim0), (full1, first1, local1, _) = run_ranks(gather, 2)
     for full in (full0, full1, first0):
         assert list(full) == list(build(CASE).state_dict())
@@ -84,88 +80,72 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-def count_gathered() -> tuple[int, int, int]:
-    """Return what this rank allocates to gather the whole on the first one, what it holds, and what the whole is."""
-    with world(ONE_BATCH):
-        script = Training(CASE, ONE_BATCH)
-        script.run(0)
-        model = script.model
-        with Allocated() as allocated:
-            whole = model.state_dict(gather_to_rank0=True)
-        held = sum(each.nbytes for each in [*model.local_parameters(), *model.local_buffers()])
-        return allocated.num_bytes, held, sum(each.nbytes for each in whole.values())
-
-
+@on_ranks(2)
 def test_gathering_puts_the_whole_model_on_the_first_rank_only() -> None:
-    (first, held, whole), second = run_ranks(count_gathered, 2)
-    assert whole - held <= first < whole, "the first rank has its own part already"
-    assert (second[0], second[2]) == (0, 0)
+    with training(CASE, ONE_BATCH) as trained:
+        trained.run(0)
+        model = trained.model
+        with Allocated() as allocated:
+            gathered = model.state_dict(gather_to_rank0=True)
+        if smp.pp_rank() > 0:
+            assert (allocated.num_bytes, len(gathered)) == (0, 0)
+            return
+        held = sum(each.nbytes for each in [*model.local_parameters(), *model.local_buffers()])
+        whole = sum(each.nbytes for each in gathered.values())
+        assert whole - held <= allocated.num_bytes < whole, "the first rank has its own part already"
 
 
-def load_plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Load before the model is partitioned, and after, and return what it is."""
-    with world(ONE_BATCH):
-        script = Training(CASE, ONE_BATCH)
-        model = script.model
-        model.load_state_dict(state)
-        assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
-        script.run(0)
-        assert not all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
-        model.load_state_dict(state)
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Tensor]:
+    return reference(CASE, TWO)[0].values
+
+
+@on_ranks(2)
+def test_trap_11_a_plain_state_dict_loads_before_and_after_partitioning(plain: dict[str, Tensor]) -> None:
+    def is_loaded() -> bool:
+        return all(torch.equal(each, plain[name]) for name, each in model.state_dict().items())
+
+    with training(CASE, ONE_BATCH) as trained:
+        model = trained.model
+        model.load_state_dict(plain)
+        assert is_loaded()
+        trained.run(0)
+        assert not is_loaded()
+        model.load_state_dict(plain)
         with pytest.raises(UsageError, match="missing"):
             model.load_state_dict({"head.weight": torch.zeros(6, 6)})
         partial = model.local_state_dict()
         model.load_state_dict(partial)
         model.load_state_dict(partial, same_partition_load=True)
-        return model.state_dict()
+        assert model.state_dict().keys() == plain.keys()
+        assert is_loaded()
 
 
-def test_trap_11_a_plain_state_dict_loads_before_and_after_partitioning() -> None:
-    state = plain_state()
-    for found in run_ranks(load_plain, 2, state):
-        assert found.keys() == state.keys()
-        assert all(torch.equal(each, state[name]) for name, each in found.items())
-
-
-def wrap_optimizer(when: str) -> dict[str, Tensor]:
-    """Make the optimizer before the model is wrapped, after, or when it has been partitioned."""
-    with world(TWO):
-        module = build(CASE)
-        optimizer = optimizer_of(module) if when == "before" else None
-        model: Any = smp.DistributedModel(module)
-        optimizer = optimizer_of(model) if when == "after" else optimizer
-        step = smp.step(CASE.step)
-        for number, size in enumerate(TWO.batches):
+def make_the_optimizer_after_a_step(case: Case, way: Way) -> Trace:
+    with world(way):
+        model, step, outputs, optimizer = smp.DistributedModel(build(case)), smp.step(case.step), [], None
+        for number, size in enumerate(way.batches):
             model.zero_grad()
-            step(model, *batch(CASE, number, size))
-            optimizer = optimizer or optimizer_of(model)
+            outputs.append(flat(step(model, *batch(case, number, size))))
+            optimizer = optimizer or smp.DistributedOptimizer(OPTIMIZERS[way.optimizer](model.parameters()))
             optimizer.step()
-        assert optimizer is not None
-        assert all(model.holds(parameter) for parameter in optimizer.state), "states of parameters of other ranks"
-        return dict(model.state_dict())
+        return trace_of(outputs, model)
 
 
-def optimizer_of(module: nn.Module) -> smp.DistributedOptimizer:
-    return smp.DistributedOptimizer(OPTIMIZERS["AdamW"](module.parameters()))
-
-
-@pytest.mark.parametrize("when", ["before", "after", "partitioned"])
-def test_the_optimizer_may_be_made_before_or_after_the_model_or_its_first_step(when: str) -> None:
-    for state in run_ranks(wrap_optimizer, 2, when):
-        torch.testing.assert_close(state, plain_state(), rtol=TOLERANCE, atol=TOLERANCE)
+def test_the_optimizer_may_be_made_before_the_model_or_after_its_first_step() -> None:
+    same(CASE, replace(TWO, early=True))
+    same(CASE, TWO, by=make_the_optimizer_after_a_step)
 
 
 def save(way: Way) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """Train all but the last batch; return what came out, and state dicts."""
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         outputs = [script.run(number) for number in range(len(way.batches) - 1)]
         return copy.deepcopy((outputs, script.model.state_dict(), script.optimizer.state_dict()))
 
 
 def load_and_go_on(way: Way, outputs: list[Any], weights: dict[str, Any], states: dict[str, Any]) -> Trace:
-    with world(way):
-        script = Training(CASE, way)
+    with training(CASE, way) as script:
         script.model.load_state_dict(weights)
         script.optimizer.load_state_dict(states)
         outputs = [*outputs, script.run(len(way.batches) - 1)]
@@ -181,17 +161,15 @@ def test_training_goes_on_with_another_number_of_ranks(old: int, new: int) -> No
         check_same(trace, reference(CASE, TWO)[0])
 
 
-def announce_partition() -> list[str]:
-    with announced() as lines, world(ONE_BATCH):
-        script = Training(CASE, ONE_BATCH)
-        script.run(0)
-        script.run(0)
-    return lines
-
-
+@on_ranks(2)
 def test_partition_assignments_are_logged_once_as_smp_v1_did() -> None:
-    first, second = run_ranks(announce_partition, 2)
-    assert first.count("Partition assignments:") == 1
-    assert first[1] == "  stem.0: 0"
-    assert "  head: 1" in first
-    assert second == []
+    with announced() as lines, training(CASE, ONE_BATCH) as trained:
+        trained.run(0)
+        trained.run(0)
+        is_first = smp.rank() == 0
+    if is_first:
+        assert lines.count("Partition assignments:") == 1
+        assert lines[1] == "  stem.0: 0"
+        assert "  head: 1" in lines
+    else:
+        assert lines == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from typing import Any, ClassVar
 
@@ -17,10 +16,10 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
-from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag, pack, packed_bytes, unpack
+from smpkit.torch.pipeline.messages import Message, P2PTransfer, pack, packed_bytes, unpack
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks, over_ranks
+from tests.torch.steps import in_a_row, on_ranks
 
 VALUE = torch.arange(6.0).view(2, 3)
 TENSORS = [
@@ -76,103 +75,66 @@ def test_packed_and_unpacked_tensors_are_tensors_of_their_own() -> None:
     assert second.tolist() == unpack(packed, specs)[0].tolist() == [0, 0]
 
 
-def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
+@pytest.mark.also_on("sim:copies:0")
+@on_ranks(2)
+def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
     """Send two values in one order, receive them in the other, and send gradients back."""
     transport = open_transport()
     seen: list[tuple[str, int, int]] = []
-    tags: list[int] = []
+    tags: set[int] = set()
 
     def note(direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
         assert start_ns <= end_ns
         seen.append((direction, peer, num_bytes))
-        tags.append(tag)
+        tags.add(tag)
 
     transport.recorder = note
-    got = []
     if smp.pp_rank() == 0:
         for microbatch in (0, 1):
             transport.send(value().t().contiguous().t() + microbatch, message_of(5, microbatch))
-        got = received(transport, message_of(5, 0, backward=True), message_of(5, 1, backward=True))
+        gradients = received(transport, message_of(5, 0, backward=True), message_of(5, 1, backward=True))
+        assert gradients == [(VALUE * 10).tolist(), (VALUE * 10 + 1).tolist()]
     else:
         transport.post(message_of(5, 0))
         transport.post(message_of(5, 1))
         transport.post(message_of(5, 1))  # posted already
-        got = received(transport, message_of(5, 1), message_of(5, 0))
+        assert received(transport, message_of(5, 1), message_of(5, 0)) == [(VALUE + 1).tolist(), VALUE.tolist()]
         for microbatch in (0, 1):
             transport.send(value() * 10 + microbatch, message_of(5, microbatch, backward=True))
     transport.end_step()
-    smp.shutdown()
-    return got, seen, len(set(tags))
+    directions = ("send", "receive") if smp.pp_rank() == 0 else ("receive", "send")
+    assert seen == [(direction, 1 - smp.pp_rank(), 24) for direction in directions for _ in range(2)]
+    assert len(tags) == 4
 
 
 @pytest.mark.also_on("sim:copies:0")
-def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
-    (gradients, sender, tags), (values, receiver, _) = run_ranks(values_and_gradients, 2)
-    assert values == [(VALUE + 1).tolist(), VALUE.tolist()]
-    assert gradients == [(VALUE * 10).tolist(), (VALUE * 10 + 1).tolist()]
-    assert sender == [("send", 1, 24)] * 2 + [("receive", 1, 24)] * 2
-    assert receiver == [("receive", 0, 24)] * 2 + [("send", 0, 24)] * 2
-    assert tags == 4
-
-
-def gradients_that_are_none() -> list[Any]:
-    """Send word that values have no gradient, whose elements lie in one order and in another, and one that has."""
+@on_ranks(2)
+def test_a_value_is_let_go_when_its_gradient_comes_and_all_else_when_the_step_ends() -> None:
     transport = open_transport()
-    found: list[Any] = []
-    for index, sent in enumerate([value(), value().t().contiguous().t()]):
-        transfer = P2PTransfer(index, 0, 1, 0, 0, spec_of(sent))
-        for microbatch, gradient in enumerate([None, sent * 2, sent * math.nan]):
-            message = Message(microbatch, transfer, True)
-            if smp.pp_rank() == 0:
-                got = transport.receive(message)
-                found.append(None if got is None else (got[0, 1].item(), got.stride()))
-            else:
-                transport.send(gradient, message)
-    transport.end_step()
-    found.append(transport.hosts.num_bytes)
-    smp.shutdown()
-    return found
-
-
-@pytest.mark.also_on("sim:copies:0")
-def test_a_value_may_have_no_gradient() -> None:
-    received, sent = run_ranks(gradients_that_are_none, 2)
-    double = VALUE[0, 1].item() * 2
-    assert str(received[:-1]) == str([each for s in ((3, 1), (1, 2)) for each in (None, (double, s), (math.nan, s))])
-    assert sent == [6 * VALUE.nbytes]
-
-
-def lets_go() -> list[int]:
-    """Send values of three microbatches; return how many are held after each gradient came back, and at the end."""
-    transport = open_transport()
-    held = []
+    values = transport.hosts._values
     if smp.pp_rank() == 0:
         for microbatch in range(3):
             transport.send(value(), message_of(0, microbatch))
-        held.append(len(transport.hosts._values))
-        for microbatch in (1, 0):
+        assert len(values) == 3
+        for held, microbatch in ((2, 1), (1, 0)):
             transport.receive(message_of(0, microbatch, backward=True))
-            held.append(len(transport.hosts._values))
+            assert len(values) == held
     else:
         for microbatch in range(3):
             transport.receive(message_of(0, microbatch))
         for microbatch in (1, 0):
             transport.send(value(), message_of(0, microbatch, backward=True))
     transport.end_step()
-    held.append(len(transport.hosts._values) + len(transport.hosts._sent))
-    smp.shutdown()
-    return held
+    assert not transport.hosts._values
+    assert not transport.hosts._sent
 
 
 @pytest.mark.also_on("sim:copies:0")
-def test_a_value_is_let_go_when_its_gradient_comes_and_all_else_when_the_step_ends() -> None:
-    assert run_ranks(lets_go, 2) == [[3, 2, 1, 0], [0]]
-
-
-def forgets_what_it_has_posted(times: int) -> list[list[list[float]]]:
+@pytest.mark.parametrize("times", [1, 64])
+@on_ranks(2)
+def test_receives_that_were_posted_for_a_record_do_not_meet_the_next_step(times: int) -> None:
     """Leave the record in steps in which a value is awaited that nobody sends; then go on."""
     transport = open_transport()
-    found = []
     for _ in range(times):
         if smp.pp_rank() == 1:
             transport.post(message_of(1, 0))
@@ -183,28 +145,7 @@ def forgets_what_it_has_posted(times: int) -> list[list[list[float]]]:
         transport.end_step()
     else:
         found = received(transport, message_of(0, 0), message_of(1, 0))
-    smp.shutdown()
-    return found
-
-
-@pytest.mark.also_on("sim:copies:0")
-@pytest.mark.parametrize("times", [1, 64])
-def test_receives_that_were_posted_for_a_record_do_not_meet_the_next_step(times: int) -> None:
-    assert run_ranks(forgets_what_it_has_posted, 2, times)[1] == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
-
-
-def objects_and_bytes() -> tuple[Any, list[int]]:
-    transport = open_transport()
-    if smp.pp_rank() == 0:
-        transport.hosts.send_object({"shape": (2, 3)})
-        transport.hosts.send_bytes(torch.arange(5, dtype=torch.uint8), 1, Tag.OUTPUTS, "a test")
-        found: tuple[Any, list[int]] = {}, []
-    else:
-        coming = transport.hosts.receive_bytes(5, 0, Tag.OUTPUTS, "a test")
-        found = transport.hosts.receive_object(0, "a test"), coming.tolist()
-    transport.end_step()
-    smp.shutdown()
-    return found
+        assert found == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
 
 
 def use_up_all_tags() -> None:
@@ -219,11 +160,6 @@ def test_tags_of_forgotten_receives_never_come_back() -> None:
         run_ranks(use_up_all_tags, 2)
 
 
-@pytest.mark.also_on("sim:copies:0")
-def test_objects_and_bytes_arrive() -> None:
-    assert run_ranks(objects_and_bytes, 2)[1] == ({"shape": (2, 3)}, [0, 1, 2, 3, 4])
-
-
 def gives_up() -> None:
     transport = open_transport()
     if smp.pp_rank() == 1:
@@ -234,9 +170,6 @@ def gives_up() -> None:
 def test_a_value_that_never_comes_is_named() -> None:
     with pytest.raises(AssertionError, match=r"forward of microbatch 4 \(float32\[2, 3\]\)"):
         run_ranks(gives_up, 2)
-
-
-NUM_MICROBATCHES = 6
 
 
 @on_ranks(2)
@@ -296,26 +229,17 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def count_alive() -> int:
-    """Return how many results of this rank's layer were alive at once in the third step."""
-    module = nn.Sequential(Doubling(), Doubling())
-    options = {"microbatches": NUM_MICROBATCHES, "active_microbatches": NUM_MICROBATCHES}
-    model = over_ranks(module, {module[1]: 1}, **options)
+@on_ranks(2)
+def test_a_sent_value_that_backward_does_not_need_is_free_when_it_has_arrived() -> None:
+    model = in_a_row(Doubling(), Doubling(), microbatches=6, active_microbatches=6)
     gc.disable()  # what is free must be so at once
     for _ in range(3):
         Doubling.alive.clear()
         Doubling.peak = 0
-        train_step(model, torch.zeros(NUM_MICROBATCHES, 4))
+        train_step(model, torch.zeros(6, 4))
     assert not Doubling.alive
-    smp.shutdown()
-    return Doubling.peak
-
-
-def test_a_sent_value_that_backward_does_not_need_is_free_when_it_has_arrived() -> None:
-    first, second = run_ranks(count_alive, 2)
     # Rank 0 learns with each gradient what has arrived: at most what is on its way, and the one that is being made.
-    assert first <= 4
-    assert second == 1
+    assert 0 < Doubling.peak <= (4 if smp.pp_rank() == 0 else 1)
 
 
 def test_one_element_may_have_any_stride() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from tests.ranks import run_ranks
+from tests.models import Case, token_step, tokens
+from tests.torch.steps import on_ranks, train_step
+from tests.train import Trace, Way, same, trace_of, training
 
 
 class Net(nn.Module):
@@ -29,13 +30,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
-
-
-@smp.step
-def train_step(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    model.backward(loss)
-    return loss
 
 
 def make() -> Net:
@@ -79,43 +73,38 @@ def test_disabled_it_does_nothing() -> None:
     assert storage_bytes(module) == sum(p.nbytes for p in module.parameters())
 
 
-def weights(degree: int) -> tuple[dict[str, torch.Tensor], float]:
-    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2})
-    torch.manual_seed(5)
-    model = smp.DistributedModel(make())
-    loss = train_step(model, torch.arange(8).view(4, 2)).reduce_mean().item()
-    held = sum(p.untyped_storage().nbytes() for p in model.local_parameters())
-    assert held < storage_bytes(Net()) or degree == 1
-    return model.state_dict(), loss
+def train_on_a_part(case: Case, way: Way) -> Trace:
+    with training(case, way) as trained:
+        outputs = [trained.run(number) for number in range(len(way.batches))]
+        held = sum(p.untyped_storage().nbytes() for p in trained.model.local_parameters())
+        assert (held < storage_bytes(Net().double())) == (way.pipeline > 1)
+        return trace_of(outputs, trained.model)
 
 
-def test_weights_do_not_depend_on_the_partition() -> None:
-    ((plain, loss),) = run_ranks(weights, 1, 1)
-    assert not any(value.isnan().any() for value in plain.values())
-    assert plain["embedding.weight"][0].eq(0).all()
-    assert plain["layers.0.0.weight"].std() > 0.05
-    assert not torch.equal(plain["layers.0.0.weight"], plain["layers.1.0.weight"])
-    for state, other in [*run_ranks(weights, 2, 2), *run_ranks(weights, 4, 4)]:
-        assert other == pytest.approx(loss, rel=1e-5)
-        for name, value in plain.items():
-            assert torch.equal(state[name], value), name
+@pytest.mark.parametrize("degree", [2, 4])
+def test_weights_do_not_depend_on_the_partition(degree: int) -> None:
+    same(Case(make, tokens, token_step), Way(pipeline=degree), like=Way(), by=train_on_a_part)
 
 
-def load_before() -> float:
+@pytest.mark.usefixtures("world")
+def test_modules_initialise_their_weights_one_after_the_other() -> None:
+    smp.init()
+    weights = smp.DistributedModel(make()).state_dict()
+    assert not any(value.isnan().any() for value in weights.values())
+    assert weights["embedding.weight"][0].eq(0).all()
+    assert weights["layers.0.0.weight"].std() > 0.05
+    assert not torch.equal(weights["layers.0.0.weight"], weights["layers.1.0.weight"])
+
+
+@on_ranks(2)
+def test_a_state_dict_loads_into_a_model_without_memory() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     torch.manual_seed(3)
-    state = Net().state_dict()
+    plain, ids = Net(), torch.arange(8).view(4, 2)
     model = smp.DistributedModel(make())
-    model.load_state_dict(state)
-    return train_step(model, torch.arange(8).view(4, 2)).reduce_mean().item()
-
-
-def test_a_state_dict_loads_into_a_model_without_memory() -> None:
-    torch.manual_seed(3)
-    tokens = torch.arange(8).view(4, 2)
-    expected = functional.cross_entropy(Net()(tokens).flatten(0, 1), tokens.flatten()).item()
-    for loss in run_ranks(load_before, 2):
-        assert loss == pytest.approx(expected, rel=1e-5)
+    model.load_state_dict(plain.state_dict())
+    expected = plain(ids).square().mean().item()
+    assert train_step(model, ids).reduce_mean().item() == pytest.approx(expected, rel=1e-5)
 
 
 class Stubborn(nn.Module):

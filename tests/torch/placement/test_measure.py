@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
 from smpkit.plan.partition.assignment import UnitCost
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core import offloader
 from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.pipeline import measure_times
@@ -27,8 +27,7 @@ from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_mod
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recompute import region
 from tests.ranks import run_ranks
-from tests.torch.steps import announced, train_step
-from tests.transparency.test_pipeline_failures import told
+from tests.torch.steps import announced, assignment, on_ranks, train_step
 
 WIDTH = 16
 CPU = torch.device("cpu")
@@ -126,38 +125,31 @@ def test_a_trial_that_fails_leaves_no_trace_either() -> None:
 # --- over a pipeline --------------------------------------------------------------------------------------------------
 
 
-def partition(module: str, wishes: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
+def partition(options: dict[str, Any], **wishes: Any) -> tuple[list[int], list[str]]:
+    """Return how many units each rank got, and what this one announced."""
     with announced() as lines:
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **options})
         torch.manual_seed(3)
         # Every replica is given batches of another size.
         x = torch.ones(4 * (1 + smp.dp_rank()), WIDTH)
-        model = smp.DistributedModel(globals()[module](), **wishes)
+        model = smp.DistributedModel(slow_first(), **wishes)
         train_step(model, x)
-    assert model.pipeline is not None
-    assert model.pipeline.assignment is not None
-    return model.pipeline.assignment.partition_of, lines
+    return [list(assignment().values()).count(rank) for rank in (0, 1)], lines
 
 
-def sizes(places: dict[str, int]) -> list[int]:
-    return [list(places.values()).count(rank) for rank in (0, 1)]
+@on_ranks(4)
+def test_a_slow_unit_gets_a_rank_for_itself_on_all_replicas_if_times_are_measured() -> None:
+    sizes, lines = partition({}, trace_execution_times=True)
+    assert sizes == [1, 3]
+    first = ["Partitioned by execution times of one microbatch, measured on rank 0 (cpu)."]
+    assert lines[:1] == (first if smp.rank() == 0 else [])
 
 
-def test_a_slow_unit_gets_a_rank_for_itself_if_times_are_measured() -> None:
-    (places, lines), (others, silent) = run_ranks(partition, 2, "slow_first", {"trace_execution_times": True}, {})
-    assert places == others
-    assert sizes(places) == [1, 3]
-    assert lines[0] == "Partitioned by execution times of one microbatch, measured on rank 0 (cpu)."
-    assert silent == []
-    ((without, lines), _) = run_ranks(partition, 2, "slow_first", {}, {})
-    assert sizes(without) == [2, 2]
-    assert lines[0] == "Partition assignments:"
-
-
-def test_replicas_take_the_measurements_of_the_first() -> None:
-    ranks = run_ranks(partition, 4, "slow_first", {"trace_execution_times": True}, {})
-    assert all(places == ranks[0][0] for places, _ in ranks)
-    assert sizes(ranks[0][0]) == [1, 3]
+@on_ranks(2)
+def test_units_count_alike_if_no_times_are_measured() -> None:
+    sizes, lines = partition({})
+    assert sizes == [2, 2]
+    assert lines[:1] == (["Partition assignments:"] if smp.rank() == 0 else [])
 
 
 @pytest.mark.parametrize(
@@ -168,22 +160,23 @@ def test_replicas_take_the_measurements_of_the_first() -> None:
     ],
     ids=["skip_tracing", "auto_partition"],
 )
+@on_ranks(2)
 def test_a_wish_that_the_configuration_overrules_is_told(options: dict[str, Any], line: str) -> None:
-    ((_, lines), _) = run_ranks(partition, 2, "slow_first", {"trace_execution_times": True}, options)
-    assert lines[0] == f"{line}, not by measured execution times."
+    _, lines = partition(options, trace_execution_times=True)
+    assert lines[:1] == ([f"{line}, not by measured execution times."] if smp.rank() == 0 else [])
 
 
-def measure_without_weights() -> tuple[str, float]:
+def measure_without_weights() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
     with smp.delay_param_initialization():
         module = slow_first()
     model = smp.DistributedModel(module, trace_execution_times=True)
-    return told(lambda: train_step(model, torch.ones(4, WIDTH)))
+    train_step(model, torch.ones(4, WIDTH))
 
 
 def test_a_model_without_weights_cannot_be_measured() -> None:
-    for message, _ in run_ranks(measure_without_weights, 2):
-        assert f"{UsageError.__name__}: execution times cannot be measured" in message
+    with pytest.raises(RankFailed, match="UsageError: execution times cannot be measured"):
+        run_ranks(measure_without_weights, 2)
 
 
 _INPUT = 16 * 64 * 4

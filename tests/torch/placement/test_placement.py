@@ -14,6 +14,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.shards import TpShard, join_shards, mark, take_shard
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 PP = {"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0}
 TP = {"tensor_parallel_degree": 2}
@@ -129,17 +130,15 @@ def test_owners_share_trained_and_frozen_parameters_alike() -> None:
     assert {records[name]["owner"] for name in ("last.weight", "last.bias")} == {0, 1}
 
 
-def unknown() -> list[tuple[set[int], bool]]:
-    smp.init({**PP})
-    model = smp.DistributedModel(Layers())
-    found = [model.placement.of(nn.Parameter(torch.ones(1)))]
-    layers_step(model, torch.ones(4, 4))
-    found.append(model.placement.of(nn.Parameter(torch.ones(1))))
-    return [(set(each.pp_ranks), each.is_counted_here) for each in found]
-
-
+@on_ranks(2)
 def test_what_is_not_of_the_model_is_each_ranks_own() -> None:
-    assert run_ranks(unknown, 2) == [[({0, 1}, True), ({0}, True)], [({0, 1}, False), ({1}, True)]]
+    smp.init({**PP})
+    model, rank = smp.DistributedModel(Layers()), smp.rank()
+    other = model.placement.of(nn.Parameter(torch.ones(1)))
+    assert (set(other.pp_ranks), other.is_counted_here) == ({0, 1}, rank == 0)
+    layers_step(model, torch.ones(4, 4))
+    other = model.placement.of(nn.Parameter(torch.ones(1)))
+    assert (set(other.pp_ranks), other.is_counted_here) == ({rank}, True)
 
 
 WHOLE = TpShard((6, 4), None, (), 0, 2, CommGroup.RDP_GROUP, 0.5)
