@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 import smpkit.torch as smp
 from smpkit.errors import RemoteError, SmpkitError, UsageError
 from smpkit.torch.step import StepOutput
+from tests.deadlines import facts
 from tests.models import WIDTH, mse_step, sequential, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import error_of, on_ranks
@@ -382,6 +383,10 @@ def go_on(where: str) -> list[str]:
         with pytest.raises((ValueError, RemoteError, UsageError)) as caught:
             step(model, *batch(1))
         messages.append(str(caught.value).splitlines()[0])
+        if smp.pp_rank() == 0:
+            facts().set("told", "")
+        else:  # its end would close its connections
+            facts().wait(["told"])
     return messages
 
 

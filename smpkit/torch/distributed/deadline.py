@@ -150,12 +150,16 @@ class Failures:
         """Why the job fails, where a thread found it out before the one that waits."""
         self.lock = threading.RLock()
 
-    def report(self, error: BaseException) -> None:
-        """Report to the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
+    def report(self, error: BaseException, *, goes_on: bool) -> None:
+        """Report to the other ranks that this one ends with `error`, and wake those that wait for it. Never raises.
+
+        Args:
+            goes_on: whether the process may live on: its end does not close its connections then.
+        """
         if self.store.size == 1:
             return
         self.has_failed = True
-        self._tell(error, closes_connections=self.store.serves_store)
+        self._tell(error, closes_connections=goes_on or self.store.serves_store)
         # The store ends with this process: keep it until the others have read the failure.
         if self.store.serves_store:
             with contextlib.suppress(*_STORE_IS_GONE):
@@ -290,10 +294,10 @@ def failed() -> bool:
     return _failures is not None and _failures.has_failed
 
 
-def report_failure(error: BaseException) -> None:
-    """Report to the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
+def report_failure(error: BaseException, *, goes_on: bool = False) -> None:
+    """Do what `Failures.report` does, in a job."""
     if _failures is not None:
-        _failures.report(error)
+        _failures.report(error, goes_on=goes_on)
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

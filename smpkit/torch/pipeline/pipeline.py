@@ -300,7 +300,7 @@ class Pipeline:
         self._failure = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"
         if stage.failed_alone and not isinstance(error, DeadlineError | RemoteError):
             # Now, not when the process ends: a script that catches the error would let the others wait in vain.
-            report_failure(error)
+            report_failure(error, goes_on=True)
 
 
 # ---- how long the forward of each unit takes, measured: another measure of what a unit computes ----------------------
