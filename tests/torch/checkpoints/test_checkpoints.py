@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,21 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import folder as checkpoint_files
-from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.two_layers import make, plain, train
 from tests.torch.steps import on_ranks
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def files(folder: str | Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
-def make(seed: int = 0) -> tuple[Any, Any]:
-    torch.manual_seed(seed)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
-
-
-def train(model: Any, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
+def make_again() -> tuple[Any, Any]:
+    smp.shutdown()
+    smp.init()
+    return make(seed=5)
 
 
 def weights(model: Any) -> list[float]:
@@ -52,13 +41,13 @@ def weights(model: Any) -> list[float]:
 # --- what is saved comes back -----------------------------------------------------------------------------------------
 
 
-def save_and_continue(path: str) -> tuple[list[float], dict[str, Any]]:
+def save_and_continue(path: str) -> list[float]:
     smp.init({"ddp": True})
     model, optimizer = make()
     train(model, optimizer)
     save_checkpoint(path, "one", user_content={"step": 1})
     train(model, optimizer)
-    return weights(model), {}
+    return weights(model)
 
 
 def resume_and_continue(path: str) -> tuple[list[float], dict[str, Any]]:
@@ -71,7 +60,7 @@ def resume_and_continue(path: str) -> tuple[list[float], dict[str, Any]]:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 4)], ids=["1-1", "2-2", "2-4"])
 def test_a_resumed_job_goes_on_as_if_it_had_not_stopped(before: int, after: int, tmp_path: Path) -> None:
-    expected = run_ranks(save_and_continue, before, str(tmp_path))[0][0]
+    expected = run_ranks(save_and_continue, before, str(tmp_path))[0]
     for found, content in run_ranks(resume_and_continue, after, str(tmp_path)):
         assert found == expected
         assert content == {"step": 1}
@@ -94,28 +83,21 @@ def test_a_full_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
     model, _ = make()
     save_checkpoint(tmp_path, "whole", partial=False, user_content={"step": 7})
     assert files(tmp_path) == ["newest", "user_content_whole", "whole"]
-    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    plain.load_state_dict(torch.load(tmp_path / "whole", weights_only=True))
-    assert weights(plain) == weights(model)
+    of_torch = plain()
+    of_torch.load_state_dict(torch.load(tmp_path / "whole", weights_only=True))
+    assert weights(of_torch) == weights(model)
     train(*make_again())
     assert resume_from_checkpoint(tmp_path, partial=False) == {"step": 7}
-    assert weights(smp.state.model) == weights(plain)
+    assert weights(smp.state.model) == weights(of_torch)
     save_checkpoint(tmp_path, "whole", partial=False)
     assert resume_from_checkpoint(tmp_path, "whole", partial=False) == {}, "the content is not of this save"
-
-
-def make_again() -> tuple[Any, Any]:
-    shutdown()
-    smp.init()
-    return make(seed=5)
 
 
 def test_trap_12_a_tag_may_be_a_plain_torch_file_beside_an_empty_user_content(tmp_path: Path) -> None:
     smp.init()
     model, _ = make()
-    torch.save(
-        {f"{index}.{name}": torch.full(shape, 2.0) for index, name, shape in SHAPES}, tmp_path / "pytorch_model.bin"
-    )
+    twos = {name: torch.full_like(value, 2.0) for name, value in plain().state_dict().items()}
+    torch.save(twos, tmp_path / "pytorch_model.bin")
     (tmp_path / "user_content.pt").touch()  # Hugging Face's marker
     (tmp_path / "user_content_pytorch_model.bin").touch()
     content = resume_from_checkpoint(tmp_path, tag="pytorch_model.bin", partial=False, load_optimizer=False)
@@ -123,13 +105,10 @@ def test_trap_12_a_tag_may_be_a_plain_torch_file_beside_an_empty_user_content(tm
     assert set(weights(model)) == {2.0}
 
 
-SHAPES = [("0", "weight", (4, 3)), ("0", "bias", (4,)), ("1", "weight", (2, 4)), ("1", "bias", (2,))]
-
-
 def test_trap_14_a_full_dict_may_say_that_it_is_not_partial(tmp_path: Path) -> None:
     smp.init()
     model, _ = make()
-    torch.save({**smp.state.model.module.state_dict(), "_smp_is_partial": False}, tmp_path / "x")  # type: ignore[union-attr]
+    torch.save({**model.module.state_dict(), "_smp_is_partial": False}, tmp_path / "x")
     before = weights(model)
     train(*make_again())
     resume_from_checkpoint(tmp_path, "x", partial=False)
@@ -139,7 +118,7 @@ def test_trap_14_a_full_dict_may_say_that_it_is_not_partial(tmp_path: Path) -> N
 def test_a_translate_function_sees_the_full_state_dict(tmp_path: Path) -> None:
     smp.init()
     model, _ = make()
-    torch.save({f"old.{index}.{name}": torch.zeros(shape) for index, name, shape in SHAPES}, tmp_path / "x")
+    torch.save({f"old.{name}": torch.zeros_like(value) for name, value in plain().state_dict().items()}, tmp_path / "x")
     strip = lambda sd: {name.removeprefix("old."): value for name, value in sd.items()}  # noqa: E731
     resume_from_checkpoint(tmp_path, "x", partial=False, translate_function=strip)
     assert set(weights(model)) == {0.0}
@@ -242,14 +221,14 @@ def test_another_model_or_other_parameter_groups_are_named(tmp_path: Path) -> No
     smp.init()
     train(*make())
     save_checkpoint(tmp_path, "one")
-    shutdown()
+    smp.shutdown()
     smp.init()
     smp.DistributedModel(nn.Linear(9, 9))
     with pytest.raises(CheckpointError, match="rank 0: the checkpoint belongs to another model: missing `bias`"):
         resume_from_checkpoint(tmp_path)
-    shutdown()
+    smp.shutdown()
     smp.init()
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    model = smp.DistributedModel(plain())
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     smp.DistributedOptimizer(torch.optim.Adam(groups))
     with pytest.raises(CheckpointError, match="an optimizer with 1 parameter groups, this one has 4"):
@@ -416,11 +395,10 @@ def test_torchs_own_loader_reads_a_partial_checkpoint(tmp_path: Path) -> None:
     model, optimizer = make()
     train(model, optimizer)
     save_checkpoint(tmp_path, "one")
-    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    moment = torch.zeros(4, 3)
-    found = {"model": plain.state_dict(), "optim": {"state": {"0.weight": {"exp_avg": moment}}}}
+    of_torch, moment = plain(), torch.zeros(4, 3)
+    found = {"model": of_torch.state_dict(), "optim": {"state": {"0.weight": {"exp_avg": moment}}}}
     dcp.load(found, storage_reader=smp.CheckpointReader(tmp_path / "one_partial"))
-    assert weights(plain) == weights(model)
+    assert weights(of_torch) == weights(model)
     assert torch.equal(moment, optimizer.state[model.module[0].weight]["exp_avg"])
 
 

@@ -10,53 +10,35 @@ import random
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import folder as folder_module
-from smpkit.torch.checkpoints.folder import Index
-from smpkit.torch.checkpoints.resume import files_to_check
-from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.two_layers import make, plain, train
 
 FILES = [
     *("model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "optimizer_0_0_0.pt"),
     *("user_content.pt", "index.json"),
 ]
+WIDTHS = 6, 40, 2  # in a file, there is more behind its middle than names and shapes
 ENTRY = {"size": 1, "crc32": 1, "rank": 0, "host": "h", "folder": 0}
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    yield
-    shutdown()
-
-
-def make() -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2)))
-    return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
-
-
-def train(model: Any, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Two checkpoints, of which `two` is the newer, and a model that has been trained on."""
     smp.init()
-    model, optimizer = make()
+    model, optimizer = make(*WIDTHS)
     for step, tag in enumerate(("one", "two"), 1):
         train(model, optimizer)
         save_checkpoint(tmp_path, tag, user_content={"step": step, "noise": torch.rand(50)})
@@ -249,25 +231,15 @@ def test_torchs_own_loader_is_told_of_a_flipped_bit(saved: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     flip(saved / "two_partial" / "model_0_0_0.safetensors")
-    plain = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
     for verify in (True, False):
         reader = smp.CheckpointReader(saved / "two_partial", verify_checksums=verify)
         with pytest.raises(CheckpointException, match="CRC-32") if verify else contextlib.nullcontext():
-            dcp.load({"model": plain.state_dict()}, storage_reader=reader)
-
-
-def test_ranks_divide_the_files_among_them() -> None:
-    sizes = (1, 50, 3, 50, 7, 40, 9)
-    entries = {f"model_{number}": {**ENTRY, "size": size} for number, size in enumerate(sizes)}
-    index = Index("x", "id", 1, {}, "float32", "0", {**entries, "optimizer_0": ENTRY})
-    shares = [files_to_check(index, position, 3, False) for position in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(entries)
-    assert max(sum(sizes[int(name[-1])] for name in share) for share in shares) < 60
+            dcp.load({"model": plain(*WIDTHS).state_dict()}, storage_reader=reader)
 
 
 def damage_on_one_host(path: Path) -> tuple[Any, list[str]]:
     smp.init({"ddp": True})
-    model, optimizer = make()
+    model, optimizer = make(*WIDTHS)
     own = path / f"host_{smp.rank() // smp.local_size()}"
     for step, tag in enumerate(("one", "two", "three"), 1):
         train(model, optimizer)

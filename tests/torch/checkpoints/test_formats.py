@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,11 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints import tensors
 from smpkit.torch.checkpoints.folder import fsync_write
-from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.two_layers import make
 from tests.torch.steps import train_step
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -113,8 +108,7 @@ def test_files_of_another_save_or_rank_are_named(name: str, kind: str, divided: 
     if kind == "swapped":
         other.write_bytes(content)
     smp.init()
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    make()
     with pytest.raises(CheckpointError, match=f"{name}.* has the CRC-32"):
         smp.resume_from_checkpoint(tmp_path, "two")
     with pytest.warns(UserWarning, match=f"`one_partial` .* is used .*{name}"):
@@ -123,9 +117,7 @@ def test_files_of_another_save_or_rank_are_named(name: str, kind: str, divided: 
 
 def save_divided(path: Path) -> None:
     smp.init({"ddp": True, "sharded_data_parallel_degree": 2})
-    torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    model, optimizer = make()
     for step, tag in enumerate(("one", "two"), 1):
         optimizer.param_groups[0]["lr"] = step / 10
         optimizer.zero_grad()
