@@ -234,19 +234,3 @@ def test_at_tensor_degree_1_nothing_is_distributed() -> None:
     assert not model.is_distributed_parameter(parameter)
     assert not model.is_scaled_batch_parameter(parameter)
     assert len(list(model.default_reducer_named_parameters())) == 4
-
-
-def parameters_after_wrapping() -> tuple[float, float]:
-    smp.init({"ddp": True})
-    torch.manual_seed(smp.rank())
-    module = Net()
-    assert module.norm.running_mean is not None
-    module.norm.running_mean.add_(smp.rank())
-    smp.DistributedModel(module)
-    return module.layer.weight.sum().item(), module.norm.running_mean.sum().item()
-
-
-def test_replicas_start_with_the_parameters_and_buffers_of_the_first() -> None:
-    first, second = run_ranks(parameters_after_wrapping, 2)
-    assert first == second
-    assert first[1] == 0
