@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,17 +28,27 @@ def tensors() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
 
 
-def gradients(step: int, scale: float = 3.0) -> list[torch.Tensor]:
+def gradients(step: int, shard: TpShard | None = None) -> list[torch.Tensor]:
+    """Return those of `tensors`, or of a part of the first one and the others."""
     generator = torch.Generator().manual_seed(50 + step)
-    return [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    first, *others = [3 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [first if shard is None else take_shard(first, shard), *others]
 
 
-def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    for step in range(STEPS):
-        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+def train(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    steps: Iterable[int] = range(STEPS),
+    shard: TpShard | None = None,
+) -> list[torch.Tensor]:
+    for step in steps:
+        for parameter, gradient in zip(parameters, gradients(step, shard), strict=True):
             parameter.grad = gradient
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
+
+
+assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # --- the plain algorithms ---------------------------------------------------------------------------------------------
@@ -112,11 +123,6 @@ def novograd_by_hand(
     return weights
 
 
-def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
-    for mine, theirs in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
-
-
 def choices(*names: str) -> Iterator[dict[str, Any]]:
     """Return all ways to set some options."""
     for values in itertools.product([True, False], repeat=len(names)):
@@ -153,20 +159,13 @@ KINDS: list[Any] = [smp.optimizers.FusedAdam, smp.optimizers.FusedLAMB, smp.opti
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_goes_on_where_it_was_saved(kind: Any) -> None:
-    straight = tensors()
-    whole = train(kind(straight, lr=0.1), straight)
-    parameters, later = tensors(), tensors()
-    first, second = kind(parameters, lr=0.1), kind(later, lr=0.5)
-    for step in range(STEPS):
-        optimizer, mine = (first, parameters) if step < 2 else (second, later)
-        if step == 2:
-            second.load_state_dict(first.state_dict())
-            for new, old in zip(later, parameters, strict=True):
-                new.data.copy_(old.data)
-        for parameter, gradient in zip(mine, gradients(step), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    assert_close([each.detach() for each in later], whole)
+    straight, early, late = tensors(), tensors(), tensors()
+    first, second = kind(early, lr=0.1), kind(late, lr=0.5)
+    train(first, early, range(2))
+    second.load_state_dict(first.state_dict())
+    for new, old in zip(late, early, strict=True):
+        new.data.copy_(old.data)
+    assert_close(train(second, late, range(2, STEPS)), train(kind(straight, lr=0.1), straight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,14 +217,7 @@ def train_pieces() -> list[list[torch.Tensor]]:
         parameters = tensors()
         parameters[0] = nn.Parameter(take_shard(parameters[0].detach(), shard))
         mark(parameters[0], shard)
-        optimizer = kind(parameters, lr=0.1)
-        for step in range(STEPS):
-            given = gradients(step)
-            given[0] = take_shard(given[0], shard)
-            for parameter, gradient in zip(parameters, given, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-        results.append([parameter.detach() for parameter in parameters])
+        results.append(train(kind(parameters, lr=0.1), parameters, shard=shard))
     return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -49,12 +50,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def assert_equal(ours: list[torch.Tensor | None], plain: list[torch.Tensor | None]) -> None:
-    for index, (mine, expected) in enumerate(zip(ours, plain, strict=True)):
-        if mine is None or expected is None:
-            assert mine is expected, f"layer {index}: {mine} against {expected}"
-        else:
-            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+assert_close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7)
 
 
 def start(**options: Any) -> smp.DistributedModel:
@@ -153,7 +149,7 @@ def test_freezing_unfreezing_and_casting_after_wrapping_are_noticed() -> None:
     plain = [None if each.grad is None else each.grad / 2 for each in model.parameters()]
     for frozen, first in run_ranks(freeze_and_cast, 2):
         assert frozen[1] is None
-        assert_equal(first, plain)
+        assert_close(first, plain)
 
 
 class Embedder(nn.Module):
@@ -211,12 +207,12 @@ def test_a_gradient_that_comes_after_its_reduction_started_is_an_error_not_a_wro
 
 def test_reentrant_checkpointing_works_without_overlap() -> None:
     first, second = run_ranks(train_reentrant, 2, False)
-    assert_equal(first, second)
+    assert_close(first, second)
     torch.manual_seed(0)
     model = Reentrant()
     for rank in range(2):
         model(torch.full((1, 2), rank + 1.0, requires_grad=True)).backward()
-    assert_equal(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
+    assert_close(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
 
 
 def build_different_models() -> None:

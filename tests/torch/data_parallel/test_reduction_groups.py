@@ -60,12 +60,8 @@ def kinds_step(model: Any, weight: Tensor, backwards: int) -> None:
 
 
 def values_at_start() -> dict[str, float]:
-    return held_by(start())
-
-
-def held_by(model: smp.DistributedModel) -> dict[str, float]:
     """Return the first number of each parameter and buffer that this rank holds."""
-    module = model.get_module()
+    module = start().get_module()
     return {n: float(value.flatten()[0]) for n, value in [*module.named_parameters(), *module.named_buffers()]}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit import OffloadModel
 from smpkit.errors import UsageError
-from smpkit.testing import run_ranks
+from tests.ranks import run_ranks
 from tests.torch.steps import train_step
 
 NO_BACKWARD = "no backward has run: no weight would change"

@@ -4,55 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 import smpkit.torch as smp
+from tests.models import CASES, singles
 from tests.ranks import run_ranks
 from tests.torch.checkpoints.test_background_states import held_back
+from tests.train import Training, Way, batch, build
 
-SCALE = {"init_scale": 2.0**12, "scale_window": 2}
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+CASE = replace(CASES["Sequential"], batch=singles, dtype=torch.float32)
+SCALING = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**12, "scale_window": 2}}
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
-
-
-@smp.step
-def train_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss = functional.cross_entropy(model(inputs), targets)
-    model.backward(loss)
-    return loss
-
-
-class Job:
+class Job(Training):
     """A training that can be saved and go on elsewhere."""
 
-    def __init__(self, degree: int = 1, half: str = "fp16", microbatches: int = 2, **config: Any) -> None:
-        smp.init({half: True, "pipeline_parallel_degree": degree, "microbatches": microbatches, **config})
-        self.model = smp.DistributedModel(build())
-        self.optimizer = smp.DistributedOptimizer(
-            torch.optim.AdamW(self.model.parameters(), lr=0.01), dynamic_loss_scale=True, dynamic_loss_args=SCALE
-        )
+    def __init__(self, degree: int = 1) -> None:
+        way = Way(pipeline=degree, microbatches=2, optimizer="AdamW", config={"fp16": True}, scaling=SCALING)
+        smp.init(way.init)
+        super().__init__(CASE, way)
 
     def train(self, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            self.optimizer.zero_grad()
-            losses.append(train_step(self.model, *batch(step)).reduce_mean().item())
-            self.optimizer.step()
-        return losses
+        return [self.step(*batch(CASE, number, 8)).reduce_mean().item() for number in steps]
 
     def end(self) -> tuple[float, dict[str, torch.Tensor]]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -148,9 +125,9 @@ def test_masters_follow_what_is_loaded_into_the_model_and_keep_what_rounds_to_it
 @pytest.mark.usefixtures("world")
 def test_the_state_of_an_optimizer_in_float32_loads() -> None:
     smp.init()
-    module = build()
+    module = build(CASE)
     plain = torch.optim.AdamW(module.parameters(), lr=0.5)
-    module(batch(0)[0]).sum().backward()
+    module(batch(CASE, 0, 8)[0]).sum().backward()
     plain.step()
     smp.shutdown()
     job = Job()
