@@ -8,6 +8,7 @@ import resource
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -365,16 +366,9 @@ def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Pa
 def a_folder_for_all_hosts(path: str) -> list[str]:
     smp.init({"ddp": True})
     make()
-    written: list[str] = []
-    real = checkpoint_files.fsync_write
-
-    def counting(path: Path, write: Any, *args: Any) -> tuple[int, int]:
-        written.append(path.name)
-        return real(path, write, *args)
-
-    setattr(checkpoint_files, "fsync_write", counting)  # noqa: B010
-    save_checkpoint(path, "one")
-    return written
+    with mock.patch.object(checkpoint_files, "fsync_write", wraps=checkpoint_files.fsync_write) as write:
+        save_checkpoint(path, "one")
+    return [call.args[0].name for call in write.call_args_list]
 
 
 def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:

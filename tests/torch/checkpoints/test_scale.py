@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,22 +63,7 @@ def test_ranks_divide_the_files_that_a_resume_checks() -> None:
 
 
 def save_and_resume(path: Path) -> list[Any]:
-    """Return how often this rank agreed, and which files it opened."""
-    counts: Counter[str] = Counter()
-    opened: dict[str, set[str]] = {"to compare": set(), "to load": set()}
-
-    def counted(*args: Any) -> Any:
-        counts["agreements"] += 1
-        return object_from(*args)
-
-    def loaded(file: Path) -> Any:
-        opened["to load"].add(file.name)
-        return open_tensors(file)
-
-    def compared(crcs: Any) -> Any:
-        opened["to compare"].update(file.name for file in crcs)
-        return find_corruption(crcs)
-
+    """Return how often this rank agreed, and which files it compared and loaded."""
     smp.init({"ddp": True, "shard_optimizer_state": True})
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(16))))
@@ -85,14 +71,16 @@ def save_and_resume(path: Path) -> list[Any]:
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     smp.save_checkpoint(path, "one")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "object_from", counted)
-        patch.setattr(reader, "open_tensors", loaded)
-        patch.setattr(folder, "find_corruption", compared)
+    with (
+        mock.patch.object(agreement, "object_from", wraps=object_from) as agree,
+        mock.patch.object(folder, "find_corruption", wraps=find_corruption) as compare,
+        mock.patch.object(reader, "open_tensors", wraps=open_tensors) as load,
+    ):
         smp.save_checkpoint(path, "two")
-        saving = counts["agreements"]
+        saving = agree.call_count
         smp.resume_from_checkpoint(path)
-    return [saving, counts["agreements"] - saving, opened["to compare"], opened["to load"]]
+    compared = {file.name for call in compare.call_args_list for file in call.args[0]}
+    return [saving, agree.call_count - saving, compared, {call.args[0].name for call in load.call_args_list}]
 
 
 def test_eight_ranks_do_what_was_planned(tmp_path: Path) -> None:
