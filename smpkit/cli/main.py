@@ -55,6 +55,8 @@ Command `x-y` is the object `x_y` of the module `smpkit.cli.x_y`.
 """
 _FIRST: Final = 5
 """So many come first in `--help`; the rest is under "More"."""
+_RANKS: Final = {"-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"}
+"""How mpirun, srun and torchrun spell `--ranks`."""
 
 
 class _Commands(click.Group):
@@ -186,7 +188,8 @@ def _usage(error: click.ClickException) -> int:
     if isinstance(error, click.NoSuchOption):
         message = f"no such option: `{printable(error.option_name)}`"
         names = [name for param in ctx.command.get_params(ctx) for name in param.opts] if ctx is not None else []
-        if (meant := closest(error.option_name, names)) is not None:
+        meant = "--ranks" if error.option_name in _RANKS and "--ranks" in names else closest(error.option_name, names)
+        if meant is not None:
             hint = f"did you mean `{meant}`?"
     message = re.sub(r"\s+", " ", re.sub(r"'([^' ]+)'", r"`\1`", message)).strip().rstrip(".")
     _console.print_failure(message[:1].lower() + message[1:], hint)

@@ -205,7 +205,7 @@ class Distribution(Section):
         """Say in words how ranks share a model: `pipeline 2 × tensor 1 × data 4`."""
         parameters = self.model_parallel
         if parameters is None:
-            return "no model parallelism"
+            return "no modelparallel parameters"
         pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
         data = f" × data {num_ranks // (pipeline * tensor)}" if num_ranks else ""
         return f"pipeline {pipeline} × tensor {tensor}{data}"

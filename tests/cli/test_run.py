@@ -50,7 +50,7 @@ def test_success_says_what_ran_and_how_long(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == [f"[rank {rank}] ['--lr', '0.1', '--more', 'x y']" for rank in range(2)]
     first, last, place = err.splitlines()
     assert re.fullmatch(r"run: runs/train-\d{8}-\d{6}", place)
-    assert first == "Running `train` on this machine: 2 ranks with mpirun, no model parallelism"
+    assert first == "Running `train` on this machine: 2 ranks with mpirun, no modelparallel parameters"
     assert last.startswith("Finished after ")
 
 

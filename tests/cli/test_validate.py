@@ -115,7 +115,7 @@ def test_show_origin_tells_where_each_value_came_from(smpkit: Smpkit) -> None:
     [
         ("partitions: 2\nmicrobatches: 4\n", "part.yaml: valid (modelparallel configuration)\n"),
         ("mpi: {enabled: true}\n", "part.yaml: valid (distribution)\n"),
-        ("entry_point: train.py\n", "part.yaml: valid (job `train`: 1 host, no model parallelism)\n"),
+        ("entry_point: train.py\n", "part.yaml: valid (job `train`: 1 host, no modelparallel parameters)\n"),
         (
             "entry_point: train.py\ncompute: {instance_count: 2}\ndistribution: {enabled: true, parameters: {}}\n",
             "part.yaml: valid (job `train`: 2 hosts, pipeline 1 × tensor 1)\n",

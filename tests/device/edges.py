@@ -159,7 +159,7 @@ class _Finder(ast.NodeVisitor):
             self._add(node, "None")
         elif self._is_offload and name in _COPIES and node.args:
             self._add_all(node.args[-1])
-        elif name == "finalize" and ast.unparse(node.args[1]).endswith(("close", "finish")):
+        elif name == "finalize" and ast.unparse(node.args[1]).endswith(("before_free", "finish")):
             self._add(node.args[1], "(lambda: None)")
         elif name == "_order_next_after":
             self._add(node, ast.unparse(node.args[0]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,9 @@ from smpkit.errors import CheckpointError, DeadlineError, SmpkitError
 from smpkit.torch.checkpoints.agreement import agree
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
+
+_T = TypeVar("_T")
+_Answer = TypeVar("_Answer")
 
 
 class PendingSave:
@@ -92,13 +96,23 @@ def finish_previous_save() -> None:
     Raises:
         CheckpointError: on all ranks, if it failed and a rank has not been told.
     """
-    if _previous is None:
-        return
+    if _previous is not None:
+        agree_after_previous_save(None, lambda _: None)
+
+
+def agree_after_previous_save(value: _T, decide: Callable[[list[_T]], _Answer]) -> _Answer:
+    """Do `finish_previous_save`, and agree on something else at the same time; see `agree`."""
     error = end_previous_save()
     own_reason = None if error is None else error.message if isinstance(error, SmpkitError) else repr(error)
-    reason = agree(own_reason, lambda reasons: next(filter(None, reasons), None))
+
+    def settle(ranks: list[tuple[str | None, _T]]) -> tuple[str | None, _Answer]:
+        reasons, values = zip(*ranks, strict=True)
+        return next(filter(None, reasons), None), decide([*values])
+
+    reason, answer = agree((own_reason, value), settle)
     if reason is not None:
         raise CheckpointError(f"the save in the background failed: {reason}") from error
+    return answer
 
 
 def end_previous_save() -> Exception | None:

@@ -239,11 +239,23 @@ def division_of(tensor: torch.Tensor) -> Division:
     if shard is not None and shard.is_distributed:
         suffix = f"@{shard.tp_rank}of{shard.tp_size}"
     if isinstance(tensor, DTensor):
-        parts = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        clipped = [_clipped(chunk, tuple(part.offsets), tuple(part.sizes)) for part in parts for chunk in chunks]
+        clipped = [_clipped(chunk, *part) for part in _parts_of(tensor) for chunk in chunks]
         chunks = [chunk for chunk in clipped if 0 not in chunk.sizes]
         suffix += f"@{state.rank}of{state.size}"
     return Division(tuple(global_shape(tensor)), tuple(local_tensor_of(tensor).shape), tuple(chunks), suffix)
+
+
+_parts: dict[object, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+state.reset_hooks.append(_parts.clear)
+
+
+def _parts_of(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return offsets and sizes of the parts that this rank has, computed once for all that are divided alike."""
+    key = tensor.shape, tensor.device_mesh, tensor.placements
+    if key not in _parts:
+        chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        _parts[key] = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    return _parts[key]
 
 
 def _clipped(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> Chunk:

@@ -15,6 +15,7 @@ own ranks need to resume, and the index, equal on all of them, lists where the r
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -24,15 +25,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import agree, all_or_raise, work_together
-from smpkit.torch.checkpoints.background import PendingSave, Snapshot, finish_previous_save, start
+from smpkit.torch.checkpoints.agreement import all_or_raise, work_together
+from smpkit.torch.checkpoints.background import PendingSave, Snapshot, agree_after_previous_save, start
 from smpkit.torch.checkpoints.entries import (
     MODEL,
     StateEntry,
@@ -55,6 +56,7 @@ from smpkit.torch.placement.delayed import run_deferred_loads
 
 USER_CONTENT = "user_content"
 _VERSION = metadata.version("smpkit")
+_T = TypeVar("_T")
 
 
 def save_checkpoint(
@@ -82,8 +84,8 @@ def save_checkpoint(
             has replaced modules.
         num_kept_partial_checkpoints: after this save, keep this many of the newest complete partial checkpoints.
         blocking: False: copy what is to be saved to host memory and return; a thread writes the copies while training
-            goes on. The result's `wait()` returns when the checkpoint is complete. The next save, resuming and
-            `smp.shutdown()`, also at the end of the script, wait for it, and raise its error. Only with `partial`.
+            goes on. The result's `wait()` returns when the checkpoint is complete, or raises why it was not saved. The
+            next save, resuming and `smp.shutdown()`, also at the end of the script, do the same. Only with `partial`.
 
     Raises:
         CheckpointError: on all ranks, if one could not write its part or read `user_content` back; it names the rank.
@@ -101,9 +103,10 @@ def save_checkpoint(
     wrapped, saved_optimizer = wrapped_model(model), state.optimizer if optimizer is None else optimizer
     save = _begin(Path(path), tag, partial, kept)
     snapshot, group = (None, None) if blocking else (Snapshot(), save_group())
-    with save.cleaned_up_on_failure():
-        part = all_or_raise(save.failure, lambda: save.prepare(wrapped, saved_optimizer, user_content, snapshot))
-        if not partial:
+    part = _outcome(lambda: save.prepare(wrapped, saved_optimizer, user_content, snapshot))
+    if not partial:
+        with save.cleaned_up_on_failure():
+            all_or_raise(save.failure, lambda: save.make_folder(part()))
             write_full(save.staged / tag, wrapped, save.failure, translate=translate_if_full)
     job = _about(wrapped)
 
@@ -124,13 +127,26 @@ def save_checkpoint(
     return None
 
 
+def _outcome(attempt: Callable[[], _T]) -> Callable[[], _T]:
+    """Call `attempt` now; return what hands out its result, or raises its error, where the other ranks are told."""
+    try:
+        result = attempt()
+    except Exception as error:
+        return functools.partial(_raise, error)
+    return lambda: result
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
 def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
-    """Check that all ranks make the same save, and find out who writes where."""
+    """Wait for the save before, check that all ranks make the same one now, and find out who writes where."""
     failure = f"checkpoint `{tag}` was not saved"
-    finish_previous_save()
-    known = known_file_systems(path)
+    known, save_id = known_file_systems(path), files.new_save_id() if state.rank == 0 else ""
     # Before any file is touched: ranks with different tags would write to different folders.
-    difference, save_id, all_know = agree((tag, partial, files.new_save_id(), known is not None), _compare)
+    call = tag, partial, save_id, known is not None
+    difference, save_id, all_know = agree_after_previous_save(call, _compare)
     if difference is not None:
         raise UsageError(difference, hint="all ranks call smp.save_checkpoint with the same tag")
     if known is None or not all_know:
@@ -209,12 +225,7 @@ class _Save:
         user_content: Any,
         snapshot: Snapshot | None,
     ) -> _Part:
-        """Make the hidden folder, and return what this rank writes there: copies, if there is a snapshot."""
-        if self.publishes:
-            make_folder(self.path)
-            with files.as_checkpoint_error(f"{self.path} cannot be written to"):
-                files.remove_leftovers(self.path, self.save_id)
-                self.staged.mkdir(exist_ok=True)
+        """Return what this rank writes: copies, if there is a snapshot."""
         # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
         run_deferred_loads()
         part = _Part(activations=model.activations.saved())
@@ -227,16 +238,26 @@ class _Save:
             snapshot.finish()
         return part
 
+    def make_folder(self, part: _Part) -> None:
+        """Make the hidden folder, which ranks may share, if this one writes to it or publishes it."""
+        if not self.publishes and not part.contents:
+            return
+        make_folder(self.path)
+        with files.as_checkpoint_error(f"{self.path} cannot be written to"):
+            if self.publishes:
+                files.remove_leftovers(self.path, self.save_id)
+            self.staged.mkdir(exist_ok=True)
+
     def _content_name(self) -> str:
         if not self.partial:
             return f"{USER_CONTENT}_{self.tag}"
         return f"{USER_CONTENT}_{state.rank}.pt" if state.rank else f"{USER_CONTENT}.pt"
 
-    def complete(self, part: _Part, job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    def complete(self, part: Callable[[], _Part], job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
         """Write this rank's files, and make the checkpoint visible when all ranks have written theirs."""
         _, (index, is_divided) = work_together(
             self.failure,
-            lambda go_on: _write_files(self, part, go_on),
+            lambda go_on: _write_files(self, part(), go_on),
             lambda parts: _index_of({**job, "tag": self.tag, "save_id": self.save_id}, parts),
             group,
         )
@@ -300,6 +321,7 @@ def _about(model: DistributedModel) -> dict[str, Any]:
 
 def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
     """Write a rank's files; return the part with their sizes and checksums, without the contents."""
+    save.make_folder(part)
     written = {}
     for name, content in part.contents.items():
         with files.as_checkpoint_error(f"{name} cannot be written"):
