@@ -9,7 +9,7 @@ import torch
 import smpkit.torch as smp
 from smpkit.torch.recording import recorder
 from smpkit.torch.recording.run_meter import STALL, RunMeter, Sampling, StepParts, parts_of
-from tests.torch.recording.test_recorder import SLEEP, WIDTH, Sleeper, recording
+from tests.torch.recording.test_recorder import SLEEP, WIDTH, Worker, recording, sleep
 from tests.torch.steps import train_step
 
 MS = 1_000_000
@@ -93,7 +93,7 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
 ) -> None:
     monkeypatch.delenv(recorder.QUIET)
     smp.init({"microbatches": 2})
-    model = smp.DistributedModel(Sleeper())
+    model = smp.DistributedModel(Worker(sleep))
     optimizer = smp.DistributedOptimizer(SlowOptimizer(model.parameters(), lr=0.1))
     began = []
     for _ in range(8):
