@@ -18,7 +18,7 @@ from smpkit.errors import UsageError
 from smpkit.observe.values import Logged, ValueWriter, read_values
 from smpkit.torch.log import _Log
 from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.torch.steps import on_ranks, train_step
 
 TRACKERS = "tensorboard,wandb,mlflow"
 
@@ -189,29 +189,18 @@ def from_mlflow(run: Path) -> tuple[dict[int, float], dict[str, str]]:
     return {each.step: each.value for each in client.get_metric_history(made.info.run_id, "loss")}, made.data.params
 
 
-def misuse(what: str) -> None:
+@on_ranks(2)
+def test_what_is_no_value_is_refused() -> None:
     smp.init({"ddp": True})
-    wrong: dict[str, Any] = {
-        "list": {"loss": [1.0]},
-        "tensor": {"loss": torch.zeros(2)},
-        "number": 1.0,
-        "names": {f"loss{smp.rank()}": 1.0},
-    }
-    smp.log(wrong[what], mean_over=smp.WORLD)
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("list", "smp.log cannot take `loss`: it is a list"),
-        ("tensor", r"smp.log cannot take `loss`: it is a Tensor of shape \(2,\)"),
-        ("number", "smp.log was given a float"),
-        ("names", r"the first rank of the group has \['loss0'\], number 1 has \['loss1'\]"),
-    ],
-)
-def test_what_is_no_value_is_refused(what: str, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
-        run_ranks(misuse, 2, what)
+    wrong: list[tuple[Any, str]] = [
+        ({"loss": [1.0]}, "smp.log cannot take `loss`: it is a list"),
+        ({"loss": torch.zeros(2)}, r"smp.log cannot take `loss`: it is a Tensor of shape \(2,\)"),
+        (1.0, "smp.log was given a float"),
+        ({f"loss{smp.rank()}": 1.0}, r"the first rank of the group has \['loss0'\], number 1 has \['loss1'\]"),
+    ]
+    for values, said in wrong:
+        with pytest.raises(UsageError, match=said):
+            smp.log(values, mean_over=smp.WORLD)
 
 
 def logs_alone() -> None:

@@ -16,6 +16,7 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from tests.models import MODELS
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Training, Way, batch, training, world
 
 CASE = MODELS["BatchNorm"]
@@ -48,45 +49,35 @@ def refused(folder: Path, way: Way) -> str:
     return str(caught.value)
 
 
-def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict[str, Tensor]]]:
+@on_ranks(2, hosts=2)
+def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
     with training(CASE, PIPELINE) as job:
         host = smp.rank() // smp.local_size()
-        own, other = path / f"host_{host}", path / f"host_{1 - host}"
+        own, other = tmp_path / f"host_{host}", tmp_path / f"host_{1 - host}"
         train(job, 0)
         said = "each host keeps the parts of its own ranks.* bring the files of all hosts together"
         with contextlib.nullcontext() if host else pytest.warns(UserWarning, match=said):
             smp.save_checkpoint(own, "one", user_content={"step": 1})
-        kept = sorted(each.name for each in (own / "one_partial").iterdir())
-        weights = [train(job, 1)]
+        files = [f"model_{host}_0_0.safetensors", f"optimizer_{host}_0_0.pt", f"optimizer_{host}_0_0.safetensors"]
+        content = "user_content_1.pt" if host else "user_content.pt"
+        assert sorted(each.name for each in (own / "one_partial").iterdir()) == ["index.json", *files, content]
+        expected = train(job, 1)
         smp.barrier()
-    weights.append(resumed(own))
-    messages = {
-        "degree 1": refused(own, REPLICAS),
-        "one host": refused(own if host else path / "nowhere", PIPELINE),
-    }
+    check_equal_indices(tmp_path)
+    weights = [resumed(own)]
+    message = refused(own, REPLICAS)
+    assert f"lacks `model_{1 - host}_0_0.safetensors` (saved by rank {1 - host} on " in message
+    assert "copy these files here" in message
+    message = refused(own if host else tmp_path / "nowhere", PIPELINE)
+    assert "there is no complete checkpoint in" in message
+    assert "on rank 0, though there is one on the others" in message
     with world(PIPELINE):
         for file in (own / "one_partial").glob(f"*_{host}_0_0.*"):
             shutil.copy(file, other / "one_partial")
         smp.barrier()
     weights += [resumed(other), resumed(own, REPLICAS)]
-    return kept, messages, weights
-
-
-def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
-    results = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
-    check_equal_indices(tmp_path)
-    for host, (kept, messages, weights) in enumerate(results):
-        files = [f"model_{host}_0_0.safetensors", f"optimizer_{host}_0_0.pt", f"optimizer_{host}_0_0.safetensors"]
-        content = "user_content_1.pt" if host else "user_content.pt"
-        assert kept == ["index.json", *files, content]
-        assert f"lacks `model_{1 - host}_0_0.safetensors` (saved by rank {1 - host} on " in messages["degree 1"]
-        assert "copy these files here" in messages["degree 1"]
-        assert "there is no complete checkpoint in" in messages["one host"]
-        assert "on rank 0, though there is one on the others" in messages["one host"]
-        for found in weights[1:]:
-            assert found.keys() == weights[0].keys()
-            for name, value in weights[0].items():
-                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    for found in weights:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 # --- copied into one folder -------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +17,7 @@ from smpkit.torch.checkpoints.folder import Index, find_corruption, read_index
 from smpkit.torch.checkpoints.resume import files_to_check
 from smpkit.torch.checkpoints.tensors import open_tensors
 from smpkit.torch.distributed.objects import object_from
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 AGREEMENTS = {"save": 4, "resume": 4}
 """Of a save to a folder that is known: the call, written, published, marked. Of a resume: who shares the
@@ -62,32 +61,27 @@ def test_ranks_divide_the_files_that_a_resume_checks() -> None:
         assert max(sum(index.files[name]["size"] for name in share) for share in shares) < 60
 
 
-def save_and_resume(path: Path) -> list[Any]:
-    """Return how often this rank agreed, and which files it compared and loaded."""
+@on_ranks(8)
+def test_eight_ranks_do_what_was_planned(tmp_path: Path) -> None:
     smp.init({"ddp": True, "shard_optimizer_state": True})
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(16))))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    smp.save_checkpoint(path, "one")
+    smp.save_checkpoint(tmp_path, "one")
     with (
         mock.patch.object(agreement, "object_from", wraps=object_from) as agree,
         mock.patch.object(folder, "find_corruption", wraps=find_corruption) as compare,
         mock.patch.object(reader, "open_tensors", wraps=open_tensors) as load,
     ):
-        smp.save_checkpoint(path, "two")
+        smp.save_checkpoint(tmp_path, "two")
         saving = agree.call_count
-        smp.resume_from_checkpoint(path)
-    compared = {file.name for call in compare.call_args_list for file in call.args[0]}
-    return [saving, agree.call_count - saving, compared, {call.args[0].name for call in load.call_args_list}]
-
-
-def test_eight_ranks_do_what_was_planned(tmp_path: Path) -> None:
-    results = run_ranks(save_and_resume, 8, tmp_path)
-    files = sorted(read_index(tmp_path / "two_partial").files)
-    assert sorted(name for *_, compared, _ in results for name in compared) == files, "each file is compared once"
+        smp.resume_from_checkpoint(tmp_path)
+    assert (saving, agree.call_count - saving) == (AGREEMENTS["save"], AGREEMENTS["resume"])
     models = {f"model_0_0_{rank}.safetensors" for rank in range(8)}
-    for rank, (saving, resuming, _, loaded) in enumerate(results):
-        assert (saving, resuming) == (AGREEMENTS["save"], AGREEMENTS["resume"])
-        assert loaded == {*models, f"optimizer_0_0_{rank}.safetensors"}, "its own states, and no others'"
+    loaded = {call.args[0].name for call in load.call_args_list}
+    assert loaded == {*models, f"optimizer_0_0_{smp.rank()}.safetensors"}, "its own states, and no others'"
+    compared = smp.allgather([file.name for call in compare.call_args_list for file in call.args[0]])
+    files = sorted(read_index(tmp_path / "two_partial").files)
+    assert sorted(name for names in compared for name in names) == files, "each file is compared once"

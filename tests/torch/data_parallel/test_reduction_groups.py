@@ -13,6 +13,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.placement.shards import TpShard, mark
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 TP = 2
 
@@ -59,24 +60,13 @@ def kinds_step(model: Any, weight: Tensor, backwards: int) -> None:
         model.backward(model(weight))
 
 
-def values_at_start() -> dict[str, float]:
-    """Return the first number of each parameter and buffer that this rank holds."""
-    module = start().get_module()
-    return {n: float(value.flatten()[0]) for n, value in [*module.named_parameters(), *module.named_buffers()]}
-
-
+@on_ranks(4)
 def test_ranks_start_with_the_values_of_the_first_that_holds_the_same() -> None:
-    for rank, values in enumerate(run_ranks(values_at_start, 4)):
-        whole, piece = 1.0, rank % TP + 1.0
-        assert values == {
-            "ordinary": whole,
-            "scaled": whole,
-            "partial": whole,
-            "piece": piece,
-            "frozen": piece,
-            "whole_buffer": whole,
-            "piece_buffer": piece,
-        }
+    module = start().get_module()
+    wholes, pieces = ("ordinary", "scaled", "partial", "whole_buffer"), ("piece", "frozen", "piece_buffer")
+    expected = {**dict.fromkeys(wholes, 1.0), **dict.fromkeys(pieces, smp.rank() % TP + 1.0)}
+    held = [*module.named_parameters(), *module.named_buffers()]
+    assert {name: float(value.flatten()[0]) for name, value in held} == expected
 
 
 def model_parameter_of(rank: int) -> Tensor:

@@ -29,7 +29,7 @@ from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
 from tests.forked import Script
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, train_step
 
 ROOT = Path(__file__).parents[3]
 
@@ -135,13 +135,6 @@ def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
     for message, seconds in run_ranks(all_receive_in_a_ring, 3):
         assert re.search(r"; a deadlock of rank 0 in .* and rank 1 in .* and rank 2 in ", message)
         assert seconds < SECONDS  # not the half hour of the default
-
-
-@smp.step
-def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss = model(batch).mean()
-    model.backward(loss)
-    return loss
 
 
 def rank_0_alone(call: str, folder: str) -> tuple[str, float]:

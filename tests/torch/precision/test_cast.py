@@ -14,8 +14,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.precision.cast import cast_model
 from tests.models import DROPOUT
-from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.torch.steps import on_ranks, train_step
 from tests.train import Way, checkpoint_layers, same
 
 HALF = torch.float16
@@ -213,8 +212,18 @@ def test_without_half_precision_gradients_can_be_clipped_all_the_same() -> None:
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def spoil_one_rank(config: dict[str, Any], spoiled: int) -> tuple[bool, float, bool]:
-    """Make one rank's gradient not finite after everything has been reduced, and step."""
+@pytest.mark.parametrize("spoiled", [0, 1])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pipeline_parallel_degree": 2},
+        {"tensor_parallel_degree": 2, "ddp": True},
+        {"ddp": True, "shard_optimizer_state": True},
+    ],
+    ids=["pipeline", "tensor", "sharded states"],
+)
+@on_ranks(2)
+def test_an_overflow_on_one_rank_skips_the_step_of_all(config: dict[str, Any], spoiled: int) -> None:
     smp.init({"fp16": True, "microbatches": 2, **config})
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
@@ -222,32 +231,17 @@ def spoil_one_rank(config: dict[str, Any], spoiled: int) -> tuple[bool, float, b
     train_step(model, torch.ones(4, 4))
     own = [each for each in model.local_parameters() if each.grad is not None]
     before = [each.detach().clone() for each in own]
-    if smp.rank() == spoiled:
+    if smp.rank() == spoiled:  # after everything has been reduced
         assert own[0].grad is not None
         own[0].grad.fill_(math.inf)
     optimizer.step()
-    kept = all(each.equal(old) for each, old in zip(own, before, strict=True))
-    overflow, scale = optimizer.overflow, optimizer.loss_scale
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, 8.0)
+    assert all(each.equal(old) for each, old in zip(own, before, strict=True))
     optimizer.zero_grad()
     train_step(model, torch.ones(4, 4))
     optimizer.step()
     assert not optimizer.overflow
     assert not all(each.equal(old) for each, old in zip(own, before, strict=True))
-    smp.shutdown()
-    return overflow, scale, kept
-
-
-def spoil_each_rank() -> list[tuple[bool, float, bool]]:
-    configs: list[dict[str, Any]] = [
-        {"pipeline_parallel_degree": 2},
-        {"tensor_parallel_degree": 2, "ddp": True},
-        {"ddp": True, "shard_optimizer_state": True},
-    ]
-    return [spoil_one_rank(config, spoiled) for config in configs for spoiled in range(2)]
-
-
-def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
-    assert run_ranks(spoil_each_rank, 2) == [[(True, 8.0, True)] * 6] * 2
 
 
 def test_checkpointing_and_offloading_change_no_bit() -> None:
