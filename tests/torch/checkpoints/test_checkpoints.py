@@ -190,19 +190,19 @@ def test_nothing_saved_yet_is_none_to_ask_and_an_error_to_resume(tmp_path: Path)
 def test_an_incomplete_newest_falls_back_to_the_newest_complete_one(damage: str, tmp_path: Path) -> None:
     smp.init()
     make()
-    for step in (1, 2, 3):
-        save_checkpoint(tmp_path, f"step_{step}", user_content={"step": step})
-    assert latest_checkpoint(tmp_path) == "step_3_partial"
-    folder = tmp_path / "step_3_partial"
+    for step, tag in enumerate(("z", "a", "m"), 1):
+        save_checkpoint(tmp_path, tag, user_content={"step": step})
+    assert latest_checkpoint(tmp_path) == "m_partial"
+    folder = tmp_path / "m_partial"
     if damage == "no folder":
         folder.rename(tmp_path / "elsewhere")
     elif damage == "cut file":
         os.truncate(folder / "optimizer_0_0_0.pt", 10)
     else:
         (folder / ("index.json" if damage == "no index" else "model_0_0_0.safetensors")).unlink()
-    with pytest.warns(UserWarning, match=r"`step_2_partial` in .* is used instead .*; `step_3_partial`: "):
-        assert latest_checkpoint(tmp_path) == "step_2_partial"
-    with pytest.warns(UserWarning, match="step_2_partial"):
+    with pytest.warns(UserWarning, match=r"`a_partial` in .* is used instead .*; `m_partial`: "):
+        assert latest_checkpoint(tmp_path) == "a_partial"
+    with pytest.warns(UserWarning, match="a_partial"):
         assert resume_from_checkpoint(tmp_path) == {"step": 2}
 
 
@@ -345,37 +345,30 @@ def test_ranks_that_save_different_tags_get_an_error(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def a_folder_per_host(path: str) -> tuple[list[str], Any]:
+@on_ranks(4, hosts=2)
+def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Path) -> None:
     smp.init({"ddp": True})
     make()
-    own = f"{path}/host_{smp.rank() // smp.local_size()}"
-    save_checkpoint(own, "one", user_content={"step": 1}, num_kept_partial_checkpoints=1)
-    save_checkpoint(own, "two", user_content={"step": 2}, num_kept_partial_checkpoints=1)
-    return files(own), resume_from_checkpoint(own)
+    own = tmp_path / f"host_{smp.rank() // smp.local_size()}"
+    for step, tag in enumerate(("one", "two"), 1):
+        save_checkpoint(own, tag, user_content={"step": step}, num_kept_partial_checkpoints=1)
+    left = files(own)
+    parts = [name for name in left if name.startswith(("two_partial/model", "two_partial/optim"))]
+    assert left[0] == "newest"
+    assert {name.split(".")[0][-1] for name in parts} == set("01" if smp.rank() < 2 else "23")
+    assert resume_from_checkpoint(own) == {"step": 2}
 
 
-def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Path) -> None:
-    for rank, (left, content) in enumerate(run_ranks(a_folder_per_host, 4, str(tmp_path), hosts=2)):
-        here = ("0", "1") if rank < 2 else ("2", "3")
-        parts = [name for name in left if name.startswith(("two_partial/model", "two_partial/optim"))]
-        assert left[0] == "newest"
-        assert {name.split(".")[0][-1] for name in parts} == set(here)
-        assert content == {"step": 2}
-
-
-def a_folder_for_all_hosts(path: str) -> list[str]:
+@on_ranks(4, hosts=2)
+def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:
     smp.init({"ddp": True})
     make()
     with mock.patch.object(checkpoint_files, "fsync_write", wraps=checkpoint_files.fsync_write) as write:
-        save_checkpoint(path, "one")
-    return [call.args[0].name for call in write.call_args_list]
-
-
-def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:
-    written = run_ranks(a_folder_for_all_hosts, 4, str(tmp_path), hosts=2)
-    names = [name for names in written for name in names if not name.startswith(".")]
-    assert sorted(names) == sorted(path.name for path in (tmp_path / "one_partial").iterdir())
-    assert all(f"model_0_0_{rank}.safetensors" in written[rank] for rank in range(4))
+        save_checkpoint(tmp_path, "one")
+    written = [name for call in write.call_args_list if not (name := call.args[0].name).startswith(".")]
+    assert f"model_0_0_{smp.rank()}.safetensors" in written
+    names = sorted(name for names in smp.allgather(written) for name in names)
+    assert names == sorted(path.name for path in (tmp_path / "one_partial").iterdir())
 
 
 # --- what others read -------------------------------------------------------------------------------------------------

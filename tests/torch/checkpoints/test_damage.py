@@ -20,13 +20,15 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import folder as folder_module
-from tests.ranks import run_ranks
 from tests.torch.checkpoints.two_layers import make, plain, train
+from tests.torch.steps import on_ranks
 
 FILES = [
     *("model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "optimizer_0_0_0.pt"),
     *("user_content.pt", "index.json"),
 ]
+DIFFERENT = {"model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "user_content.pt"}
+"""The files that are not the same in any two saves."""
 WIDTHS = 6, 40, 2  # in a file, there is more behind its middle than names and shapes
 ENTRY = {"size": 1, "crc32": 1, "rank": 0, "host": "h", "folder": 0}
 
@@ -134,9 +136,17 @@ def test_another_format_is_refused_with_what_to_do(found: int, saved: Path) -> N
 # --- checksums --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_used(name: str, saved: Path) -> None:
-    flip(saved / "two_partial" / name)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "flipped bit") for name in FILES] + [(name, "of another save") for name in FILES if name in DIFFERENT],
+)
+def test_a_damaged_file_is_named_and_the_older_checkpoint_is_used(name: str, kind: str, saved: Path) -> None:
+    damaged, other = (saved / f"{tag}_partial" / name for tag in ("two", "one"))
+    if kind == "flipped bit":
+        flip(damaged)
+    else:
+        assert other.stat().st_size == damaged.stat().st_size
+        shutil.copy(other, damaged)
     with pytest.warns(UserWarning, match=rf"`one_partial` in .* is used .*; `two_partial`: .*{name}") as warned:
         assert resume_from_checkpoint(saved)["step"] == 1
     assert warned[0].filename == __file__
@@ -237,10 +247,11 @@ def test_torchs_own_loader_is_told_of_a_flipped_bit(saved: Path) -> None:
             dcp.load({"model": plain(*WIDTHS).state_dict()}, storage_reader=reader)
 
 
-def damage_on_one_host(path: Path) -> tuple[Any, list[str]]:
+@on_ranks(4, hosts=2)
+def test_all_ranks_choose_the_newest_checkpoint_that_is_intact_on_all(tmp_path: Path) -> None:
     smp.init({"ddp": True})
     model, optimizer = make(*WIDTHS)
-    own = path / f"host_{smp.rank() // smp.local_size()}"
+    own = tmp_path / f"host_{smp.rank() // smp.local_size()}"
     for step, tag in enumerate(("one", "two", "three"), 1):
         train(model, optimizer)
         save_checkpoint(own, tag, user_content={"step": step})
@@ -250,16 +261,10 @@ def damage_on_one_host(path: Path) -> tuple[Any, list[str]]:
     smp.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        content = resume_from_checkpoint(own)
-    return content, [str(each.message) for each in caught if "is used" in str(each.message)]
-
-
-def test_all_ranks_choose_the_newest_checkpoint_that_is_intact_on_all(tmp_path: Path) -> None:
-    results = run_ranks(damage_on_one_host, 4, tmp_path, hosts=2, timeout=120)
-    assert [content for content, _ in results] == [{"step": 1}] * 4
-    assert [len(warned) for _, warned in results] == [1, 0, 0, 0]
-    assert "`three_partial`: rank " in results[0][1][0]
-    assert "has the CRC-32" in results[0][1][0]
+        assert resume_from_checkpoint(own) == {"step": 1}
+    warned = [str(each.message) for each in caught if "is used" in str(each.message)]
+    assert len(warned) == (smp.rank() == 0)
+    assert all("`three_partial`: rank " in text and "has the CRC-32" in text for text in warned)
 
 
 # --- forged checkpoints -----------------------------------------------------------------------------------------------
