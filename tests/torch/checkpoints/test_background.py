@@ -51,39 +51,6 @@ def check_same_files(folder: Path, first: str, second: str) -> None:
     assert [name for name in files if files[name] != others[name]] == []
 
 
-def save_both_ways(folder: Path, way: Way) -> None:
-    job = begin(way)
-    content: dict[str, Any] = {"step": 1, "history": torch.arange(3.0), "rates": [0.1]}
-    for number in range(2):  # the second uses the memory of the first again
-        smp.save_checkpoint(folder, f"now_{number}", user_content=content)
-        with held_back():
-            pending = smp.save_checkpoint(folder, f"later_{number}", user_content=content, blocking=False)
-            assert pending is not None
-            assert not pending.done()
-            job.run(0)  # while it waits to be written
-            content["history"] += 1
-            content["rates"][0] = 7
-        pending.wait(30)
-        assert pending.done()
-        assert (folder / "newest").read_text() == f"later_{number}_partial\n"
-        check_same_files(folder, f"now_{number}", f"later_{number}")
-        content["history"] -= 1
-        content["rates"][0] = 0.1
-        smp.barrier()
-    job.run(0)
-    pending = smp.save_checkpoint(folder, "alone", user_content=content, blocking=False)
-    assert pending is not None
-    pending.wait(30)  # nothing else waits for the copies
-    smp.save_checkpoint(folder, "beside", user_content=content)
-    check_same_files(folder, "alone", "beside")
-    kept = {name: value.clone() for name, value in job.model.local_state_dict().items() if torch.is_tensor(value)}
-    pending = smp.save_checkpoint(folder, "last", user_content=content, blocking=False)
-    job.run(0)
-    assert smp.resume_from_checkpoint(folder)["step"] == 1  # waits for the save
-    after = job.model.local_state_dict()
-    assert all(torch.equal(after[name], value) for name, value in kept.items())
-
-
 @pytest.mark.parametrize(
     "way",
     [
@@ -95,8 +62,38 @@ def save_both_ways(folder: Path, way: Way) -> None:
     ],
     ids=["pipeline", "bf16", "fp16", "sharded states", "sharded parameters"],
 )
+@on_ranks(2)
 def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, way: Way) -> None:
-    run_ranks(save_both_ways, 2, tmp_path, way)
+    job = begin(way)
+    content: dict[str, Any] = {"step": 1, "history": torch.arange(3.0), "rates": [0.1]}
+    for number in range(2):  # the second uses the memory of the first again
+        smp.save_checkpoint(tmp_path, f"now_{number}", user_content=content)
+        with held_back():
+            pending = smp.save_checkpoint(tmp_path, f"later_{number}", user_content=content, blocking=False)
+            assert pending is not None
+            assert not pending.done()
+            job.run(0)  # while it waits to be written
+            content["history"] += 1
+            content["rates"][0] = 7
+        pending.wait(30)
+        assert pending.done()
+        assert (tmp_path / "newest").read_text() == f"later_{number}_partial\n"
+        check_same_files(tmp_path, f"now_{number}", f"later_{number}")
+        content["history"] -= 1
+        content["rates"][0] = 0.1
+        smp.barrier()
+    job.run(0)
+    pending = smp.save_checkpoint(tmp_path, "alone", user_content=content, blocking=False)
+    assert pending is not None
+    pending.wait(30)  # nothing else waits for the copies
+    smp.save_checkpoint(tmp_path, "beside", user_content=content)
+    check_same_files(tmp_path, "alone", "beside")
+    kept = {name: value.clone() for name, value in job.model.local_state_dict().items() if torch.is_tensor(value)}
+    pending = smp.save_checkpoint(tmp_path, "last", user_content=content, blocking=False)
+    job.run(0)
+    assert smp.resume_from_checkpoint(tmp_path)["step"] == 1  # waits for the save
+    after = job.model.local_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in kept.items())
 
 
 def run_out_of_room(folder: Path, told_by: str) -> str:
@@ -126,7 +123,6 @@ def run_out_of_room(folder: Path, told_by: str) -> str:
 
 @pytest.mark.parametrize("told_by", ["wait", "save", "shutdown"])
 def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: Path, told_by: str) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for text in run_ranks(run_out_of_room, 2, tmp_path, told_by):
         assert "checkpoint `bad` was not saved; rank 1: model_" in text
         assert "File too large" in text
@@ -164,8 +160,9 @@ class SlowFile:
         self._file.write(data)
 
 
-def write_slowly(folder: Path) -> None:
-    """Save, on one rank for longer than the others wait for a sign of it."""
+@on_ranks(2)
+def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
+    """One rank saves for longer than the others wait for a sign of it."""
     begin()
     open_file: Any = folder_module._CheckedFile.__init__
 
@@ -175,15 +172,11 @@ def write_slowly(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder_module, "_PIECE_BYTES", 128)
         patch.setattr(folder_module._CheckedFile, "__init__", open_slowly)
-        pending = smp.save_checkpoint(folder, "slow", blocking=False)
+        start = time.monotonic()
+        pending = smp.save_checkpoint(tmp_path, "slow", blocking=False)
         wait_shortly(3)
         assert pending is not None
         pending.wait(60)
-
-
-def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
-    start = time.monotonic()
-    run_ranks(write_slowly, 2, tmp_path)
     assert time.monotonic() - start > 4, "else nobody had to wait"
     assert (tmp_path / "newest").read_text() == "slow_partial\n"
 
@@ -229,13 +222,12 @@ def test_a_snapshot_uses_the_memory_of_the_one_before(monkeypatch: pytest.Monkey
 
 SCRIPT = """
 import sys
-import resource, signal, torch
+import resource, torch
 import smpkit.torch as smp
 smp.init({})
 model = smp.DistributedModel(torch.nn.Linear(64, 64))
 smp.save_checkpoint(sys.argv[1], "good")
 if sys.argv[2] == "full":
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 smp.save_checkpoint(sys.argv[1], "last", blocking=False)
 """
