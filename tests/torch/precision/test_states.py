@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import smpkit.torch as smp
 from tests.models import CASES, singles
 from tests.ranks import run_ranks
-from tests.torch.checkpoints.test_background_states import held_back
+from tests.torch.steps import on_ranks
 from tests.train import Training, Way, batch, build
 
 CASE = replace(CASES["Sequential"], batch=singles, dtype=torch.float32)
@@ -46,13 +45,10 @@ def train_straight() -> tuple[list[float], float, dict[str, torch.Tensor]]:
     return losses, *job.end()
 
 
-def save(folder: str, degree: int, blocking: bool) -> None:
+def save(folder: str, degree: int) -> None:
     job = Job(degree)
     job.train(range(3))
-    with contextlib.nullcontext() if blocking else held_back():
-        smp.save_checkpoint(folder, "three", blocking=blocking)
-        job.train(range(3, 5))
-    smp.shutdown()
+    smp.save_checkpoint(folder, "three")
 
 
 def resume(folder: str, degree: int) -> tuple[list[float], float, dict[str, torch.Tensor]]:
@@ -62,12 +58,10 @@ def resume(folder: str, degree: int) -> tuple[list[float], float, dict[str, torc
     return losses, *job.end()
 
 
-@pytest.mark.parametrize(("before", "after", "blocking"), [(1, 1, True), (2, 1, True), (1, 2, True), (2, 2, False)])
-def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(
-    tmp_path: Path, before: int, after: int, blocking: bool
-) -> None:
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(tmp_path: Path, before: int, after: int) -> None:
     ((losses, scale, masters),) = run_ranks(train_straight, 1)
-    run_ranks(save, before, str(tmp_path), before, blocking)
+    run_ranks(save, before, str(tmp_path), before)
     ranks = run_ranks(resume, after, str(tmp_path), after)
     names = {path.name for path in (tmp_path / "three_partial").iterdir()}
     assert {f"optimizer_{rank}_0_0.safetensors" for rank in range(before)} <= names
@@ -81,8 +75,9 @@ def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(
         torch.testing.assert_close(master, masters[name], rtol=0, atol=0)
 
 
-def state_dicts_over_a_pipeline() -> bool:
-    """Load into a pipeline that is not partitioned yet: it waits, and is what `state_dict` returns meanwhile."""
+@on_ranks(2)
+def test_state_dicts_of_a_pipeline_load_before_its_first_step() -> None:
+    """It is not partitioned yet: what is loaded waits, and is what `state_dict` returns meanwhile."""
     job = Job(2)
     job.train(range(3))
     weights = {name: value.clone() for name, value in job.model.state_dict().items()}
@@ -95,11 +90,7 @@ def state_dicts_over_a_pipeline() -> bool:
     assert again.optimizer.state_dict()["state"].keys() == kept["state"].keys()
     assert again.train(range(3, 5)) == losses
     assert again.optimizer.loss_scale == scale
-    return all(master.equal(masters[name]) for name, master in again.end()[1].items())
-
-
-def test_state_dicts_of_a_pipeline_load_before_its_first_step() -> None:
-    assert run_ranks(state_dicts_over_a_pipeline, 2) == [True, True]
+    assert all(master.equal(masters[name]) for name, master in again.end()[1].items())
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
