@@ -16,7 +16,7 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.placement.shards import TpShard, mark, take_shard
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 TOLERANCE = 1e-12  # float64; the order of a few products differs
 SHAPES = [(4, 3), (5,), (), (2, 2, 2)]
@@ -57,23 +57,22 @@ assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANC
 OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
 
 
-def adam_by_hand(
-    decay: float = 0.0,
+def lamb_by_hand(
+    decay: float,
     *,
     adam_w_mode: bool,
-    bias_correction: bool = True,
-    grad_averaging: bool = True,
-    max_grad_norm: float = 0.0,
-    use_nvlamb: bool | None = None,
+    bias_correction: bool,
+    grad_averaging: bool,
+    max_grad_norm: float,
+    use_nvlamb: bool,
 ) -> list[torch.Tensor]:
-    """Return the weights after some steps; `use_nvlamb` is None for Adam, which has no ratio of trust."""
     lr, betas, eps = OPTIONS.values()
     weights = [parameter.detach() for parameter in tensors()]
     first, second = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
     for step in range(1, STEPS + 1):
         given = gradients(step - 1)
         norm = math.sqrt(sum(float(g.square().sum()) for g in given))
-        divisor = max(1.0, norm / max_grad_norm) if max_grad_norm else 1.0
+        divisor = max(1.0, norm / max_grad_norm)
         for i, weight in enumerate(weights):
             gradient = given[i] / divisor + (0.0 if adam_w_mode else decay) * weight
             first[i] = betas[0] * first[i] + ((1 - betas[0]) if grad_averaging else 1.0) * gradient
@@ -82,7 +81,7 @@ def adam_by_hand(
             v = second[i] / (1 - betas[1] ** step) if bias_correction else second[i]
             update = m / (v.sqrt() + eps) + (decay if adam_w_mode else 0.0) * weight
             w, u = float(weight.norm()), float(update.norm())
-            trusts = use_nvlamb is not None and (use_nvlamb or decay) and w > 0 and u > 0
+            trusts = (use_nvlamb or decay) and w > 0 and u > 0
             weights[i] = weight - lr * (w / u if trusts else 1.0) * update
     return weights
 
@@ -130,11 +129,11 @@ def choices(*names: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adam(decay: float) -> None:
-    for options in choices("adam_w_mode"):
-        parameters = tensors()
-        optimizer = smp.optimizers.FusedAdam(parameters, weight_decay=decay, **OPTIONS, **options)
-        assert_close(train(optimizer, parameters), adam_by_hand(decay, **options))
+@pytest.mark.parametrize(("rule", "adam_w_mode"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
+def test_adam(rule: Any, adam_w_mode: bool, decay: float) -> None:
+    ours, plain = tensors(), tensors()
+    optimizer = smp.optimizers.FusedAdam(ours, weight_decay=decay, adam_w_mode=adam_w_mode, **OPTIONS)
+    assert_close(train(optimizer, ours), train(rule(plain, weight_decay=decay, **OPTIONS), plain))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -142,7 +141,7 @@ def test_lamb(decay: float) -> None:
     for chosen in choices("adam_w_mode", "bias_correction", "grad_averaging", "use_nvlamb"):
         parameters, options = tensors(), {**chosen, "max_grad_norm": 2.0}
         optimizer = smp.optimizers.FusedLAMB(parameters, weight_decay=decay, **OPTIONS, **options)
-        assert_close(train(optimizer, parameters), adam_by_hand(decay, **options))
+        assert_close(train(optimizer, parameters), lamb_by_hand(decay, **options))
     assert smp.optimizers.FusedLamb is smp.optimizers.FusedLAMB
 
 
@@ -177,6 +176,7 @@ def test_parameters_without_gradient_wait_and_count_their_own_steps(kind: Any) -
         parameters[0].grad = alone[0].grad = gradients(step)[0]
         optimizer.step()
         other.step()
+    assert parameters[0].equal(alone[0])
     assert parameters[1].equal(before)
     assert len(optimizer.state) == 1
     parameters[1].grad = gradients(2)[1]
@@ -208,23 +208,15 @@ def test_rejects_wrong_options() -> None:
         smp.optimizers.FusedAdam(tensors(), bias_correction=False)
 
 
-def train_pieces() -> list[list[torch.Tensor]]:
-    """Train with the first tensor divided over two tensor-parallel ranks."""
+@on_ranks(2)
+def test_norms_of_divided_tensors_are_those_of_the_whole() -> None:
+    """The first tensor is divided over two tensor-parallel ranks."""
+    plain = [train(kind(parameters := tensors(), lr=0.1), parameters) for kind in KINDS]
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
     shard = TpShard((4, 3), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
-    results = []
-    for kind in KINDS:
+    for kind, (first, *others) in zip(KINDS, plain, strict=True):
         parameters = tensors()
         parameters[0] = nn.Parameter(take_shard(parameters[0].detach(), shard))
         mark(parameters[0], shard)
-        results.append(train(kind(parameters, lr=0.1), parameters, shard=shard))
-    return results
-
-
-def test_norms_of_divided_tensors_are_those_of_the_whole() -> None:
-    ranks = run_ranks(train_pieces, 2)
-    for kind, *pieces in zip(KINDS, *ranks, strict=True):
-        parameters = tensors()
-        plain = train(kind(parameters, lr=0.1), parameters)
-        assert_close([torch.cat([piece[0] for piece in pieces]), *pieces[0][1:]], plain)
-        assert_close(pieces[1][1:], plain[1:])
+        found = train(kind(parameters, lr=0.1), parameters, shard=shard)
+        assert_close(found, [take_shard(first, shard), *others])
