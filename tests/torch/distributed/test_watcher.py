@@ -67,7 +67,7 @@ def one_fails(how: str) -> str:
             if how != "nothing":
                 raise RuntimeError(how)
 
-    text, _ = outcome(smp.barrier if how == "barrier" else collective)
+    text = outcome(smp.barrier if how == "barrier" else collective)
     facts().set("heard", "")
     return text
 
@@ -87,9 +87,9 @@ def one_fails_all() -> str:
         assert failures is not None
         failures.fail_all_ranks(UsageError("ranks took different ways"))
         assert backend.ended.is_set()
-        return outcome(smp.barrier)[0]
+        return outcome(smp.barrier)
     backend.item()
-    return outcome(smp.barrier)[0]
+    return outcome(smp.barrier)
 
 
 def test_a_thread_that_fails_the_job_wakes_all() -> None:
@@ -108,7 +108,7 @@ def one_loses_its_connection() -> tuple[str, bool]:
         with waiting("recv_from(rank 1)", [1]):
             raise RuntimeError("Connection closed by peer")
 
-    text, _ = outcome(receive)
+    text = outcome(receive)
     facts().set("told", "")
     return text, backend.ended.is_set()
 
@@ -135,7 +135,7 @@ def one_has_an_error(error: str | None) -> str:
         return "late"
     vars(backend)["get_error"] = lambda: ErrorType.__members__[error] if error else 1 / 0
     backend.item()
-    text, _ = outcome(smp.barrier)
+    text = outcome(smp.barrier)
     facts().set("told", "")
     return text
 
