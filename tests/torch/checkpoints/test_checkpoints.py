@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import os
 import resource
@@ -43,8 +42,7 @@ def weights(model: Any) -> list[float]:
 
 
 def save_and_continue(path: str) -> list[float]:
-    smp.init({"ddp": True})
-    model, optimizer = make()
+    model, optimizer = make(ddp=True)
     train(model, optimizer)
     save_checkpoint(path, "one", user_content={"step": 1})
     train(model, optimizer)
@@ -52,8 +50,7 @@ def save_and_continue(path: str) -> list[float]:
 
 
 def resume_and_continue(path: str) -> tuple[list[float], dict[str, Any]]:
-    smp.init({"ddp": True})
-    model, optimizer = make(seed=1)
+    model, optimizer = make(seed=1, ddp=True)
     content = resume_from_checkpoint(path)
     train(model, optimizer)
     return weights(model), content
@@ -80,7 +77,6 @@ def test_a_resumed_job_goes_on_as_if_it_had_not_stopped(before: int, after: int,
 
 
 def test_a_full_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
-    smp.init()
     model, _ = make()
     save_checkpoint(tmp_path, "whole", partial=False, user_content={"step": 7})
     assert files(tmp_path) == ["newest", "user_content_whole", "whole"]
@@ -95,7 +91,6 @@ def test_a_full_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
 
 
 def test_trap_12_a_tag_may_be_a_plain_torch_file_beside_an_empty_user_content(tmp_path: Path) -> None:
-    smp.init()
     model, _ = make()
     twos = {name: torch.full_like(value, 2.0) for name, value in plain().state_dict().items()}
     torch.save(twos, tmp_path / "pytorch_model.bin")
@@ -107,7 +102,6 @@ def test_trap_12_a_tag_may_be_a_plain_torch_file_beside_an_empty_user_content(tm
 
 
 def test_trap_14_a_full_dict_may_say_that_it_is_not_partial(tmp_path: Path) -> None:
-    smp.init()
     model, _ = make()
     torch.save({**model.module.state_dict(), "_smp_is_partial": False}, tmp_path / "x")
     before = weights(model)
@@ -117,7 +111,6 @@ def test_trap_14_a_full_dict_may_say_that_it_is_not_partial(tmp_path: Path) -> N
 
 
 def test_a_translate_function_sees_the_full_state_dict(tmp_path: Path) -> None:
-    smp.init()
     model, _ = make()
     torch.save({f"old.{name}": torch.zeros_like(value) for name, value in plain().state_dict().items()}, tmp_path / "x")
     strip = lambda sd: {name.removeprefix("old."): value for name, value in sd.items()}  # noqa: E731
@@ -127,14 +120,12 @@ def test_a_translate_function_sees_the_full_state_dict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["one", "one_partial"])
 def test_a_partial_tag_may_be_given_with_or_without_its_ending(tag: str, tmp_path: Path) -> None:
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one", user_content=argparse.Namespace(lr=1))
     assert resume_from_checkpoint(tmp_path, tag).lr == 1
 
 
 def test_without_load_optimizer_its_state_stays(tmp_path: Path) -> None:
-    smp.init()
     train(*make())
     save_checkpoint(tmp_path, "one")
     _, optimizer = make_again()
@@ -157,7 +148,6 @@ def test_a_checkpoint_without_optimizer_state_warns(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_are_kept_and_full_ones_are_not_counted(tmp_path: Path) -> None:
-    smp.init()
     make()
     (tmp_path / "mine_partial").mkdir()
     (tmp_path / "mine_partial" / "notes.txt").write_text("what is no complete checkpoint stays")
@@ -169,7 +159,6 @@ def test_only_the_newest_are_kept_and_full_ones_are_not_counted(tmp_path: Path) 
 
 
 def test_an_older_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path) -> None:
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one", user_content={"step": 1})
     save_checkpoint(tmp_path, "one", user_content={"step": 2})
@@ -179,7 +168,6 @@ def test_an_older_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path) -> None
 
 def test_nothing_saved_yet_is_none_to_ask_and_an_error_to_resume(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "missing") is None
-    smp.init()
     make()
     assert latest_checkpoint(tmp_path) is None
     with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
@@ -188,7 +176,6 @@ def test_nothing_saved_yet_is_none_to_ask_and_an_error_to_resume(tmp_path: Path)
 
 @pytest.mark.parametrize("damage", ["missing file", "cut file", "no index", "no folder"])
 def test_an_incomplete_newest_falls_back_to_the_newest_complete_one(damage: str, tmp_path: Path) -> None:
-    smp.init()
     make()
     for step, tag in enumerate(("z", "a", "m"), 1):
         save_checkpoint(tmp_path, tag, user_content={"step": step})
@@ -207,7 +194,6 @@ def test_an_incomplete_newest_falls_back_to_the_newest_complete_one(damage: str,
 
 
 def test_a_checkpoint_whose_newest_was_not_written_is_found(tmp_path: Path) -> None:
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one", user_content={"step": 1})
     (tmp_path / "newest").unlink()
@@ -219,7 +205,6 @@ def test_a_checkpoint_whose_newest_was_not_written_is_found(tmp_path: Path) -> N
 
 
 def test_another_model_or_other_parameter_groups_are_named(tmp_path: Path) -> None:
-    smp.init()
     train(*make())
     save_checkpoint(tmp_path, "one")
     smp.shutdown()
@@ -240,16 +225,11 @@ def test_user_content_that_resuming_would_refuse_is_named_when_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # so that the class is none of the script's own
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one", user_content={"step": 1})
     content = {"step": 2, "object": Unreviewed()}
     with pytest.raises(CheckpointError, match=r"`two` was not saved; rank 0: .*user_content.pt needs .*Unreviewed"):
         save_checkpoint(tmp_path, "two", user_content=content)
-    with pytest.raises(CheckpointError, match=r"holds a collections\.defaultdict with items"):
-        save_checkpoint(tmp_path, "two", user_content=collections.defaultdict(list, a=[1]))
-    with pytest.raises(CheckpointError, match="holds something that cannot be pickled"):
-        save_checkpoint(tmp_path, "two", user_content={"call": lambda: None})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "one_partial"]
     assert resume_from_checkpoint(tmp_path) == {"step": 1}
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # of a job that trusts its files
@@ -264,7 +244,6 @@ def test_a_full_checkpoint_with_other_objects_is_loaded_if_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # so that the class is none of the script's own
-    smp.init()
     model, _ = make()
     weights = {name: value + 1 for name, value in model.state_dict().items()}
     torch.save({**weights, "by": Unreviewed()}, tmp_path / "whole")
@@ -292,7 +271,6 @@ def test_without_a_model_or_with_a_count_that_keeps_nothing_there_is_no_save(tmp
 
 
 def test_a_missing_full_checkpoint_points_to_the_partial_one(tmp_path: Path) -> None:
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one")
     with pytest.raises(CheckpointError, match="use partial=True"):
@@ -300,8 +278,7 @@ def test_a_missing_full_checkpoint_points_to_the_partial_one(tmp_path: Path) -> 
 
 
 def one_rank_cannot_write(path: str, failing: int, phase: str) -> tuple[str, list[str]]:
-    smp.init({"ddp": True})
-    make()
+    make(ddp=True)
     save_checkpoint(path, "good", user_content={"step": 1})
 
     def fail(*arguments: object) -> int:
@@ -337,8 +314,7 @@ def test_a_save_that_cannot_be_marked_as_newest_says_that_it_is_there(tmp_path: 
 
 @on_ranks(2)
 def test_ranks_that_save_different_tags_get_an_error(tmp_path: Path) -> None:
-    smp.init({"ddp": True})
-    make()
+    make(ddp=True)
     with pytest.raises(UsageError) as caught:
         save_checkpoint(tmp_path, f"tag_{smp.rank()}")
     assert caught.value.message == "rank 0 saves 'tag_0' (partial=True), but rank 1 saves 'tag_1' (partial=True)"
@@ -347,8 +323,7 @@ def test_ranks_that_save_different_tags_get_an_error(tmp_path: Path) -> None:
 
 @on_ranks(4, hosts=2)
 def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Path) -> None:
-    smp.init({"ddp": True})
-    make()
+    make(ddp=True)
     own = tmp_path / f"host_{smp.rank() // smp.local_size()}"
     for step, tag in enumerate(("one", "two"), 1):
         save_checkpoint(own, tag, user_content={"step": step}, num_kept_partial_checkpoints=1)
@@ -361,8 +336,7 @@ def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Pa
 
 @on_ranks(4, hosts=2)
 def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:
-    smp.init({"ddp": True})
-    make()
+    make(ddp=True)
     with mock.patch.object(checkpoint_files, "fsync_write", wraps=checkpoint_files.fsync_write) as write:
         save_checkpoint(tmp_path, "one")
     written = [name for call in write.call_args_list if not (name := call.args[0].name).startswith(".")]
@@ -378,7 +352,6 @@ def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:
 def test_torchs_own_loader_reads_a_partial_checkpoint(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import state_dict_loader as dcp
 
-    smp.init()
     model, optimizer = make()
     train(model, optimizer)
     save_checkpoint(tmp_path, "one")
@@ -408,7 +381,6 @@ SENSELESS: dict[str, Any] = {
 
 @pytest.mark.parametrize("spec", SENSELESS.values(), ids=SENSELESS)
 def test_an_index_that_makes_no_sense_is_refused(spec: Any, tmp_path: Path) -> None:
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one")
     path = tmp_path / "one_partial" / "index.json"

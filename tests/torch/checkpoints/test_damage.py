@@ -39,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("world")
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Two checkpoints, of which `two` is the newer, and a model that has been trained on."""
-    smp.init()
     model, optimizer = make(*WIDTHS)
     for step, tag in enumerate(("one", "two"), 1):
         train(model, optimizer)
@@ -111,7 +110,6 @@ def test_names_of_damaged_files_do_not_control_the_terminal(saved: Path) -> None
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_checkpoint_of_the_other_kind_is_pointed_to(partial: bool, tmp_path: Path) -> None:
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one", partial=partial)
     with pytest.raises(CheckpointError, match=f"`one(_partial)?`: it is a (full|partial) .*use partial={partial}"):
@@ -249,8 +247,7 @@ def test_torchs_own_loader_is_told_of_a_flipped_bit(saved: Path) -> None:
 
 @on_ranks(4, hosts=2)
 def test_all_ranks_choose_the_newest_checkpoint_that_is_intact_on_all(tmp_path: Path) -> None:
-    smp.init({"ddp": True})
-    model, optimizer = make(*WIDTHS)
+    model, optimizer = make(*WIDTHS, ddp=True)
     own = tmp_path / f"host_{smp.rank() // smp.local_size()}"
     for step, tag in enumerate(("one", "two", "three"), 1):
         train(model, optimizer)

@@ -15,8 +15,9 @@ def plain(*widths: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Linear(hidden, outputs))
 
 
-def make(*widths: int, seed: int = 0) -> tuple[Any, Any]:
-    """Return both, wrapped; `smp.init` has been called."""
+def make(*widths: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
+    """Start smpkit, and return both, wrapped."""
+    smp.init(config)
     torch.manual_seed(seed)
     model = smp.DistributedModel(plain(*widths))
     return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
