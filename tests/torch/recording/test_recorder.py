@@ -25,6 +25,8 @@ from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks
 from tests.torch.steps import train_step
 
+pytestmark = pytest.mark.usefixtures("world")
+
 WIDTH, MICROBATCHES, STEPS, SLEEP = 64, 4, 6, 0.03
 
 
@@ -167,7 +169,6 @@ def test_without_a_pipeline_microbatches_and_reduction_are_recorded(tmp_path: Pa
     assert trace_problems(chrome_trace(run)) == []
 
 
-@pytest.mark.usefixtures("world")
 def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
     smp.init({"microbatches": 1})
@@ -178,7 +179,6 @@ def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch
     assert [event.name for event in log.events if isinstance(event, Mark)] == ["ValueError in step 0"]
 
 
-@pytest.mark.usefixtures("world")
 def test_a_full_disk_ends_the_record_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,7 +201,6 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     smp.shutdown()
 
 
-@pytest.mark.usefixtures("world")
 def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +231,6 @@ def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_
     assert trace_problems(chrome_trace(read_run(tmp_path))) == []
 
 
-@pytest.mark.usefixtures("world")
 def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(recorder.EVENTS_DIR, raising=False)
@@ -240,7 +238,6 @@ def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("world")
 def test_in_the_folder_of_a_run_a_sample_of_the_steps_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +260,6 @@ def recording() -> recorder.Recorder:
     return found
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("text", ["0", "-1", "many", ""])
 def test_a_limit_that_is_no_number_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
