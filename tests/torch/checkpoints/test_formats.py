@@ -1,4 +1,4 @@
-"""Files of checkpoints: what is written needs no smpkit to be read, and damage is named with the file."""
+"""Files of checkpoints: what is written needs no smpkit to be read, and all of it comes back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from smpkit.torch.checkpoints import tensors
 from smpkit.torch.checkpoints.folder import fsync_write
 
 pytestmark = pytest.mark.usefixtures("world")
-
-
-# --- what is written --------------------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
