@@ -570,3 +570,9 @@ def test_doctor_says_who_a_role_does_not_trust(named: Aws, smpkit: Smpkit) -> No
     SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument='{"Service": "ec2.amazonaws.com"}')
     result = smpkit("doctor", "job.yaml")
     assert "✗ role `SM` does not trust SageMaker\n    hint: add `sagemaker.amazonaws.com`" in result.stdout
+
+
+def test_the_reason_of_a_failure_controls_no_terminal(use: Use, smpkit: Smpkit) -> None:
+    use(Script(failure="ValueError: \x1b]0;x\x07boo\nrank 5 on algo-1, exit 1", training=10))
+    smpkit("submit", "job.yaml", "--name", "job")
+    assert "    ValueError: \\x1b]0;x\\x07boo\n" in smpkit("status", "--watch", "job").stdout

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,10 @@ def test_a_picture_has_both_timelines(folder: Path, smpkit: Smpkit, tmp_path: Pa
     picture = (tmp_path / "step.svg").read_text(encoding="utf-8")
     assert ">planned: 15.0 ms, bubble 20.0%<" in picture
     assert ">executed: 15.4 ms, bubble 22.1%<" in picture
+
+
+def test_an_evaluation_at_the_end_is_not_the_step_that_is_shown(tmp_path: Path, smpkit: Smpkit) -> None:
+    for log in logs_of(chain(2, 4), num_steps=2):
+        kept = [each for each in log.events if (vars(each).get("step"), vars(each).get("kind")) != (1, "B")]
+        write_log(tmp_path, replace(log, events=tuple(kept)))
+    assert json.loads(smpkit("timeline", str(tmp_path), "--json").stdout)["step"] == 0

@@ -194,3 +194,10 @@ def test_instance_groups_are_refused_by_name(where: str) -> None:
         data = {part: data}
     (problem,) = problems({"entry_point": "train.py", **data})
     assert problem.startswith(f"{where}.instance_groups: would mix machines of several kinds".removeprefix("."))
+
+
+@pytest.mark.parametrize("mount", ["/opt/ml", "/dev/shm/", "/etc/smpkit"])
+def test_no_volume_hides_what_smpkit_has_in_a_pod(mount: str) -> None:
+    volumes = [{"mount": mount, "claim": "data"}]
+    (problem,) = problems({"entry_point": "train.py", "backend": {"kubernetes": {"volumes": volumes}}})
+    assert "is a place that smpkit needs" in problem

@@ -80,3 +80,4 @@ def test_the_users_option_replaces_ours(text: str, dropped: int) -> None:
 
 def test_parameters_in_the_environment_replace_ours() -> None:
     assert merged(DEFAULTS, [], {"OMPI_MCA_btl": "tcp"}) == [DEFAULTS[0], DEFAULTS[2]]
+    assert merged(DEFAULTS, [], {"PRTE_MCA_btl": "tcp"}) == [DEFAULTS[0], DEFAULTS[2]]  # of Open MPI 5

@@ -115,3 +115,14 @@ def test_an_exit_code_that_python_makes_zero_is_no_failure(tmp_path: Path, capfd
     console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
     assert launch(environment, dict(os.environ), console) == 0
     assert not environment.folders.failure.exists()
+
+
+def test_an_attempt_does_not_end_with_the_summary_of_the_one_before(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").write_text("of an earlier attempt")
+    environment = job(tmp_path, {"sagemaker_program": "train.py"})
+    (tmp_path / "code" / "train.py").touch()
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(environment, {**os.environ, "SMPKIT_RUN_DIR": str(run)}, console) == 0
+    assert not (run / "summary.json").exists()

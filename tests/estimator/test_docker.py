@@ -109,3 +109,18 @@ def test_recipes_with_missing_files_are_refused_before_docker_is_asked(tmp_path:
         build_image(Recipe(wheels=tmp_path / "none"))
     with pytest.raises(UsageError, match="there is no file of certificates"):
         build_image(Recipe(authority=tmp_path / "none.pem"))
+
+
+def test_a_run_takes_its_containers_and_its_network_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = tmp_path / "bin" / "docker", tmp_path / "asked"
+    engine.parent.mkdir()
+    engine.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run").mkdir()
+    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
+    run_in_docker(plan, "image", tmp_path / "run", show=print)
+    commands = asked.read_text().splitlines()
+    [name] = [command.split()[-1] for command in commands if command.startswith("network create")]
+    assert commands.index(f"rm --force {name}-algo-1") < commands.index(f"network rm {name}")

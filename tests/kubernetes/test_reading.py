@@ -150,3 +150,12 @@ def test_why_the_api_did_not_do_it(error: Exception, kind: type[CloudError], wor
 
 def test_what_is_not_there_is_none() -> None:
     assert Api(Refusing(ApiException(404, "Not Found")), "team").read("Job", "none") is None
+
+
+def test_what_ends_a_job_is_neither_its_time_limit_nor_a_host_that_starts_again() -> None:
+    late = status_of(job(conditions=[{**FAILED, "reason": "DeadlineExceeded"}]), [], NOW)
+    assert (late.status, late.phase) == ("Stopped", "MaxRuntimeExceeded")
+    lost = pod(0, **ended(75, "lost pod-1\non pod-0", finishedAt="2026-01-01T10:40:00Z"))
+    failed = status_of(job(conditions=[FAILED]), [lost, pod(1, **ended(1, "ValueError: x\nrank 1 on pod-1"))], NOW)
+    assert failed.failure is not None
+    assert failed.failure.headline == "ValueError: x"

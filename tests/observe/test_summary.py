@@ -75,3 +75,17 @@ def test_a_missing_summary_and_a_folder_that_is_gone_are_named(tmp_path: Path) -
         read_summary(tmp_path)
     with pytest.raises(SummaryError, match="cannot be written"):
         write_summary(tmp_path / "gone", SUMMARY)
+
+
+def test_a_full_disk_leaves_the_summary_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_summary(tmp_path, SUMMARY)
+
+    def half(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(SummaryError, match="No space left"):
+        write_summary(tmp_path, SUMMARY)
+    assert read_summary(tmp_path) == SUMMARY

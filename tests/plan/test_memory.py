@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from smpkit.errors import SmpkitError
-from smpkit.plan.memory import ModelFacts, RankMemory, TensorFacts, UnitFacts, memory_of_ranks
+from smpkit.plan.memory import ModelFacts, RankMemory, Share, TensorFacts, UnitFacts, memory_of_ranks
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import assign
@@ -127,3 +127,25 @@ def test_torchs_optimizers_keep_as_much_as_we_say() -> None:
         optimizer.step()
         kept = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
         assert sum(each.numel() for each in kept) // 1000 == OPTIMIZERS[name]
+
+
+def test_parts_over_replicas_are_padded_and_two_blocks_are_gathered_at_a_time() -> None:
+    tensors = {name: replace(tensor(name, 50), rows=5) for name in "abc"}
+    units = tuple(UnitFacts(UnitCost(name, 200, 1), (name,)) for name in tensors)
+    facts = ModelFacts("Net", units, tensors, (), traced=False, blocks=(("a",), ("b",), ("c",)))
+    one = assign(facts.costs, 1, {}, 0)
+    share = Share(dp_size=2, rdp_size=2, sharding_degree=2)
+    options = {"live_microbatches": (1,), "states_per_parameter": 2, "replicated": True}
+    (rank,) = memory_of_ranks(facts, one, share=share, **options)  # type: ignore[arg-type]
+    assert rank.parameters_bytes == 3 * 4 * 30  # three rows of five
+    assert rank.gathered_bytes == 2 * 200
+
+
+def test_states_of_what_two_pipeline_ranks_hold_are_on_both() -> None:
+    facts = model(traced=False)
+    places = assign(facts.costs, 2, APART, 0)
+    share = Share(dp_size=2, rdp_size=2, positions=((0, 0), (1, 1)))
+    options = {"live_microbatches": (1, 1), "states_per_parameter": 2, "replicated": True}
+    first, last = memory_of_ranks(facts, places, share=share, **options)  # type: ignore[arg-type]
+    assert first.optimizer_bytes == 2 * (400 + 28 + 100)
+    assert last.optimizer_bytes == 2 * (400 + 28)

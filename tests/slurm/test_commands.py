@@ -143,3 +143,66 @@ def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, m
 )
 def test_slurms_times(time: str, seconds: int | None) -> None:
     assert Slurm(time=time).seconds == seconds
+
+
+def sent(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[str]:
+    """Write a job file and put a Slurm in its place that takes every job; return the command that submits it."""
+    monkeypatch.setenv("SMPKIT_RUNS", str(folder / "runs"))
+    for name, does in {"scontrol": "printf 'ClusterName = c\nKillWait = 30 sec\n'", "sbatch": "echo 12"}.items():
+        slurm(folder, name, does)
+    source = folder / "source"
+    source.mkdir()
+    (source / "train.py").touch()
+    (source / "job.yaml").write_text(yaml.safe_dump({"entry_point": "train.py", "backend": "slurm", **settings}))
+    return ["submit", str(source / "job.yaml")]
+
+
+def slurm(folder: Path, name: str, does: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_lost_answer_starts_no_second_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, runs = [*sent(folder, monkeypatch), "--name"], folder / "runs"
+    slurm(folder, "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    slurm(folder, "squeue", "echo 12")
+    done = CliRunner().invoke(cli, [*submit, "found"])
+    assert done.exit_code == 0, done.output
+    assert json.loads((runs / "found" / "slurm.json").read_text()) == {"id": "12"}
+    slurm(folder, "squeue", "")
+    assert "it may have been started all the same" in CliRunner().invoke(cli, [*submit, "lost"]).output
+    assert (runs / "lost" / "script.sh").is_file()  # which the job needs, if it runs
+
+
+def test_secrets_are_for_the_hosts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "hush-hush")
+    submit = sent(folder, monkeypatch, secrets={"KEY": {"variable": "MY_KEY"}})
+    shown = CliRunner().invoke(cli, [*submit, "--dry-run"]).output
+    assert '"KEY"' in shown
+    assert "hush-hush" not in shown
+    assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
+    files = [path for path in (folder / "runs").rglob("*") if path.is_file() and "hush-hush" in path.read_text()]
+    assert [(path.name, path.stat().st_mode & 0o777) for path in files] == [("variables.json", 0o600)]
+
+
+def test_ranks_have_time_to_save_and_are_started_with_torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = sent(folder, monkeypatch, distribution={"mpi": {"enabled": True, "processes_per_host": 2}})
+    shown = json.loads(CliRunner().invoke(cli, [*submit, "--dry-run", "--json"]).stdout)
+    assert shown["variables"]["SMPKIT_GRACE_SECONDS"] == "25"  # before Slurm kills them
+    assert not [name for name in shown["hyperparameters"] if "_mpi_" in name]
+    own = [*submit, "--set", "environment.SMPKIT_GRACE_SECONDS=7", "--dry-run", "--json"]
+    assert json.loads(CliRunner().invoke(cli, own).stdout)["variables"]["SMPKIT_GRACE_SECONDS"] == "7"
+
+
+@pytest.mark.parametrize(("code", "asked"), [(0, True), (143, False)], ids=["smpkit stop", "scancel"])
+def test_a_job_that_was_stopped_neither_completed_nor_failed(
+    folder: Path, code: int, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, run = sent(folder, monkeypatch), folder / "runs" / "job"
+    assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
+    (run / "ended").write_text(f"{code} 0 {TIME} {TIME + 60}\n")
+    if asked:
+        (run / "stopped").touch()
+    slurm(folder, "squeue", "")
+    slurm(folder, "sacct", "exit 1")
+    assert SlurmCluster().describe("job").status == "Stopped"

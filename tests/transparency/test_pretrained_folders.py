@@ -234,3 +234,13 @@ def test_no_rank_holds_the_model_while_saving(tmp_path: Path) -> None:
     model = 16 * 1024 * 1024 * 4
     for grown in run_ranks(grown_while_saving, 2, str(tmp_path)):
         assert max(grown) < model / 4, grown  # a tensor is a sixteenth, this rank's part a half
+
+
+def test_an_index_names_no_file_outside_its_folder(tmp_path: Path) -> None:
+    plain_model()
+    smp.save_pretrained(tmp_path)
+    (tmp_path / "inside").mkdir()
+    index = {"weight_map": {"0.weight": "../model.safetensors"}}
+    (tmp_path / "inside" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="names files outside of its folder"):
+        smp.load_pretrained(tmp_path / "inside")

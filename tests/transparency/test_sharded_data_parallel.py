@@ -384,3 +384,19 @@ class Tempered(TiedFunctional):
 def test_a_scalar_parameter_stays_whole_and_counts_once(stepwise: bool) -> None:
     way = way_of(replicas=4, clip=0.05, stepwise=stepwise, microbatches=2 if stepwise else 1)
     same(Case(Tempered, tokens, token_step), way)
+
+
+@on_ranks(2)
+def test_after_a_failed_forward_outside_of_steps_training_cannot_go_on() -> None:
+    way = way_of()
+    with world(way):
+        script = Training(CASE, way)
+        script.model.get_module().register_forward_pre_hook(failing)
+        with pytest.raises(ZeroDivisionError):
+            script.model(batch(CASE, 0, 8)[0])
+        with pytest.raises(UsageError, match="a step failed, and sharded data parallelism cannot go on after that"):
+            script.run(0)
+
+
+def failing(*_: Any) -> None:
+    raise ZeroDivisionError

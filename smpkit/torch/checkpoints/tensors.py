@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.core.tensor_spec import as_bytes
 
 SUFFIX: Final = ".safetensors"
 _NAMES: Final = {
@@ -79,7 +80,7 @@ def header_of(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a tensor row-major, on the host."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    data: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
+    data: memoryview = as_bytes(plain).numpy().data
     return data
 
 

@@ -142,6 +142,13 @@ def _dense_strides(shape: tuple[int, ...], order: tuple[int, ...] | None) -> tup
     return tuple(strides)
 
 
+def as_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, one byte after the other, without a copy."""
+    flat = dense.reshape(-1)
+    # A tensor of one element is contiguous whatever its stride, but `view` takes it with a stride of 1 only.
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Return a key that tensors in the same memory share, as long as they live."""
     if tensor.layout is not torch.strided:

@@ -25,6 +25,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import as_bytes
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.rendezvous import name_ranks
 
@@ -280,7 +281,7 @@ class _Pickler(pickle.Pickler):
 def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values as bytes in row-major order, without a copy for a contiguous CPU tensor."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    return as_bytes(plain)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -28,6 +28,7 @@ from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
     Structure,
     TensorSpec,
+    as_bytes,
     flatten,
     map_tensors,
     spec_of,
@@ -183,7 +184,7 @@ def _argument(path: tuple[Any, ...]) -> str:
 
 
 def _has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    both = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)]
+    both = [as_bytes(each.detach().cpu().contiguous()) for each in (tensor, other)]
     return torch.equal(*both)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from smpkit.torch.core import devices
-from smpkit.torch.core.tensor_spec import TensorSpec, as_layout
+from smpkit.torch.core.tensor_spec import TensorSpec, as_bytes, as_layout
 
 TRANSFERS_PER_MICROBATCH: Final = 1 << 15
 """How many numbers each microbatch has for its transfers: no two messages of a step share a tag."""
@@ -119,7 +119,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
     dense = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in tensors]
     parts = [part if part.device == device else devices.to_device(part, device) for part in dense]
-    block = torch.cat([part.view(torch.uint8) for part in parts] or [_NOTHING])
+    block = torch.cat([as_bytes(part) for part in parts] or [_NOTHING])
     return block if device is _HOST else devices.host_memory(len(block), device).copy_(block, non_blocking=True)
 
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.devices import backends
-from smpkit.torch.core.tensor_spec import permute_to_memory, version_of
+from smpkit.torch.core.tensor_spec import as_bytes, permute_to_memory, version_of
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.pipeline.host_link import HostLink, SentTensor
 from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag, laid_out
@@ -221,7 +221,7 @@ class GpuLink:
         if tensor is not None and num_bytes:
             # As bytes, since the receiver may not know the dtype yet. A lazy conjugate or negative has other bytes than
             # its values.
-            data = tensor.contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+            data = as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
             self._hosts.num_messages += 1
             self._hosts.num_bytes += num_bytes
             work = self._group(self._rank, target).send([data], target, 0)

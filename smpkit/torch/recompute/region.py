@@ -34,7 +34,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import offloader, status
 from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import Structure, flatten, tensors_in, version_of
+from smpkit.torch.core.tensor_spec import Structure, as_bytes, flatten, tensors_in, version_of
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 from smpkit.torch.recompute.surroundings import AutocastState, Buffers, RandomState, all_modules, is_checked
 from smpkit.torch.recording.recorder import note_memory
@@ -323,7 +323,7 @@ def _checksum(tensor: Tensor) -> tuple[Any, ...]:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
         return _shape(tensor)
     plain = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu()
-    return (*_shape(tensor), zlib.crc32(plain.flatten().view(torch.uint8).numpy().tobytes()))
+    return (*_shape(tensor), zlib.crc32(as_bytes(plain).numpy().tobytes()))
 
 
 def _text(expected: tuple[Any, ...]) -> str:

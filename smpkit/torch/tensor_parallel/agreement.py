@@ -26,7 +26,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import spec_of, tensors_in
+from smpkit.torch.core.tensor_spec import as_bytes, spec_of, tensors_in
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects, object_from
 from smpkit.torch.tensor_parallel.module import global_shape
@@ -153,6 +153,6 @@ def _first_other(by_tp_rank: Sequence[Any]) -> int:
 def _checksum_of_values(tensors: list[torch.Tensor]) -> int:
     checksum = 0
     for tensor in tensors:
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = as_bytes(tensor.detach().cpu().contiguous())
         checksum = zlib.crc32(raw.numpy().tobytes(), checksum)
     return checksum

@@ -20,6 +20,7 @@ from torch import nn
 
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import as_bytes
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.shards import TpShard, join_shards, shard_of, take_shard
 from smpkit.torch.tensor_parallel.registry import ReplacementRule, TensorOrFactory, Translation
@@ -77,7 +78,7 @@ def join_pieces(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch
     shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
     # Collectives take equal pieces, and the last ones may be smaller: send bytes, padded to the largest piece.
     room = max(shape.numel() for shape in shapes) * piece.element_size()
-    raw = piece.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = as_bytes(piece.detach().contiguous())
     packed = torch.zeros(room, dtype=torch.uint8, device=piece.device)
     packed[: len(raw)] = raw
     wanted = not on_first or state.tp_rank == 0

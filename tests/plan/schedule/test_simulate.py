@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
-from smpkit.plan.schedule.graph import Kind, ScheduleError, SegmentGraph
+from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.search import simple
 from smpkit.plan.schedule.simulate import Cause, IdleInterval, simulate
 from smpkit.plan.schedule.templates import one_f_one_b
@@ -83,3 +83,10 @@ def test_spans_follow_the_list_without_overlap_and_idle_time_adds_up(
         assert tuple(span.action for span in spans) == schedule.actions[rank]
         assert all(one.end_seconds <= two.start_seconds for one, two in pairwise(spans))
         assert sum(timeline.stall_seconds(rank).values()) == timeline.idle_seconds[rank]
+
+
+def test_a_segment_waits_for_the_message_that_arrives_last_whichever_was_sent_first() -> None:
+    last = Segment(2, 0)
+    messages = [Transfer(Segment(0, 0), last, num_bytes=10), Transfer(Segment(1, 0), last)]
+    graph = SegmentGraph.of((1, 1, 1), messages, has_backward=False)
+    assert simulate(simple(graph, 1), Costs(seconds_per_byte=1.0)).spans[2][0].start_seconds == 11.0

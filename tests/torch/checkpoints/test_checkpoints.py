@@ -404,3 +404,25 @@ def test_a_full_save_keeps_tied_weights_one_and_needs_no_copy_of_the_model(tmp_p
     found = torch.load(tmp_path / "whole", weights_only=True)
     assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
     assert torch.equal(found["0.weight"], module.get_parameter("0.weight"))
+
+
+@on_ranks(2)
+def test_replicas_that_train_apart_and_hold_other_states_are_not_saved_as_one(tmp_path: Path) -> None:
+    smp.init({"ddp": False})
+    model, optimizer = make()
+    if smp.rank() == 0:
+        train(model, optimizer)
+    with pytest.raises(CheckpointError, match="ranks 0 and 1 hold the same part of the model, but not the same states"):
+        save_checkpoint(tmp_path, "one")
+
+
+def test_masters_follow_a_full_checkpoint(tmp_path: Path) -> None:
+    smp.init({"bf16": True})
+    model, optimizer = make()
+    train(model, optimizer)
+    save_checkpoint(tmp_path, "one", partial=False)
+    train(model, optimizer)
+    resume_from_checkpoint(tmp_path, "one", partial=False)
+    masters = optimizer.masters.masters()
+    for parameter in model.parameters():
+        assert torch.equal(masters[id(parameter)], parameter.float())

@@ -317,3 +317,22 @@ def test_members_that_claim_the_same_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "forged").write_bytes(data[:start] + 3 * entries + end_record)
     with pytest.raises(CheckpointError, match="forged is damaged: "):
         smp.load(tmp_path / "forged", partial=False)
+
+
+def one_host_has_an_older_save(path: Path) -> None:
+    smp.init({"ddp": True})
+    make()
+    own = path / f"host_{smp.rank()}"
+    save_checkpoint(own, "one")
+    shutil.copytree(own / "one_partial", own / "kept")
+    save_checkpoint(own, "one")
+    if smp.rank() == 1:
+        shutil.rmtree(own / "one_partial")
+        (own / "kept").rename(own / "one_partial")
+    smp.barrier()
+    with pytest.raises(CheckpointError, match="hosts have different saves of this name"):
+        resume_from_checkpoint(own, "one")
+
+
+def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
+    run_ranks(one_host_has_an_older_save, 2, tmp_path, hosts=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,16 @@ def warned_through_torch() -> list[str]:
 
 def test_one_rank_warns() -> None:
     assert run_ranks(warned_through_torch, 2) == [["test_warn.py"], []]
+
+
+def number_of_warnings() -> int:
+    smp.init()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_user("look")
+    smp.shutdown()
+    return len(caught)
+
+
+def test_the_other_ranks_say_nothing() -> None:
+    assert run_ranks(number_of_warnings, 2) == [1, 0]

@@ -261,3 +261,10 @@ def test_choices_for_other_layers_are_refused() -> None:
     fitted = smpkit.fit(Model(), device_gib=1)
     with pytest.raises(UsageError, match=r"for other layers: h.0, layers.0, layers.1"):
         fitted.load_state_dict({"h.0": "keep"})
+
+
+def test_it_chooses_where_nobody_can_look_into_the_output() -> None:
+    model = Model(opaque=True)
+    fitted = smpkit.fit(model, device_gib=1)
+    run(model)
+    assert fitted.has_chosen

@@ -14,13 +14,16 @@ import torch
 from smpkit.errors import DeadlineError
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.testing import EmulatedLink
+from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.link import Copies, Event, Link
+from smpkit.torch.offload.report import OffloadStats, Stall
 from tests.torch.offload.chains import (
     BATCH,
     BOUNDARY_BYTES,
     ELEMENTS,
     WIDTH,
     ClockLink,
+    allocate,
     assert_idle,
     assert_same,
     call,
@@ -236,3 +239,18 @@ def test_the_footprint_of_a_microbatch_is_what_the_next_one_takes() -> None:
     assert engine.use().mapped == mapped >= engine.use().offloaded == (3 * 4 * 2 + 1) * BOUNDARY_BYTES
     del first, others
     assert_idle(engine)
+
+
+def test_a_wait_that_the_device_comes_to_later_is_told_with_the_next_step() -> None:
+    class Late(Link):
+        seconds: float | None = None
+
+        def seconds_between(self, first: Any, last: Any) -> float | None:
+            return self.seconds
+
+    link = Late()
+    stats, arena = OffloadStats(link, 0), Arena(None, allocate, link.before_free)
+    stats.add_wait("layers.3", 1, 0, 1)
+    assert stats.end_step(1, arena).stalls == ()
+    link.seconds = 0.5
+    assert stats.end_step(1, arena).stalls == (Stall("layers.3", 1, 0.5),)

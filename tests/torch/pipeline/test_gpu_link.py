@@ -206,3 +206,23 @@ def test_delays_change_nothing_between_gpus(seed: int) -> None:
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_microbatches_may_leave_the_record(way: Way) -> None:
     same(SKIPPING, way, by=train_over_links)
+
+
+def unforeseen() -> None:
+    """Send a lazy negative, and more than the receiver has made memory for."""
+    transport = connected()
+    for number, value in enumerate([torch.tensor([1 + 2j]).conj().imag, VALUES[5]]):
+        message = Message(0, P2PTransfer(number, 0, 1, 0, 0, spec_of(value).as_sent), False)
+        if smp.pp_rank() == 0:
+            transport.send(value.to(state.device), message)
+        else:
+            transport.post(message_of(number))
+            arrived = transport.receive(message)
+            assert arrived is not None
+            assert torch.equal(arrived, value.to(state.device))
+    transport.end_step()
+    smp.shutdown()
+
+
+def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> None:
+    run_ranks(unforeseen, 2)

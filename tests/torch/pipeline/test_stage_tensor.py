@@ -426,3 +426,12 @@ def test_an_operation_asks_nobody_and_is_inferred_once_whatever_the_data(monkeyp
         assert len(inferred) == 2
         assert len(microbatch.call_trace) == 6
     assert not wire.told
+
+
+def test_lengths_of_one_sum_and_another_maximum_are_another_call() -> None:
+    def code(x: Any) -> list[Any]:
+        pack = nn.utils.rnn.pack_padded_sequence
+        return [pack(x, torch.tensor(lengths), batch_first=True).batch_sizes for lengths in ([3, 1], [2, 2])]
+
+    for sizes in on_both(code, torch.ones(2, 3, 4)):
+        assert [tuple(each.shape) for each in sizes] == [(3,), (2,)]

@@ -316,3 +316,8 @@ def test_a_sent_value_that_backward_does_not_need_is_free_when_it_has_arrived() 
     # Rank 0 learns with each gradient what has arrived: at most what is on its way, and the one that is being made.
     assert first <= 4
     assert second == 1
+
+
+def test_one_element_may_have_any_stride() -> None:
+    value = torch.arange(6.0).view(1, 6)[:, 3]  # contiguous, with a stride of 6
+    assert unpack(pack([value]), [spec_of(value)])[0].tolist() == [3]

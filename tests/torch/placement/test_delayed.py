@@ -149,3 +149,18 @@ def test_a_hugging_face_model_initialises_itself() -> None:
     assert module.get_submodule("lm_head").weight is embedding
     assert embedding.std().item() == pytest.approx(0.02, rel=0.2)
     assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
+
+
+class HalfInitialised(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))  # `reset_parameters` does not know of it
+
+
+@pytest.mark.usefixtures("world")
+def test_a_parameter_that_its_module_leaves_out_is_no_garbage() -> None:
+    smp.init()
+    with smp.delay_param_initialization():
+        module = nn.Sequential(HalfInitialised())
+    with pytest.raises(UsageError, match=r"parameters of `0` \(HalfInitialised\)"):
+        smp.DistributedModel(module)

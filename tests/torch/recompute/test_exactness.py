@@ -355,3 +355,15 @@ def test_an_attribute_that_changes_until_backward_is_named_once(act: Call, names
                 losses.append(smp.checkpoint(layer, batch(length)).sum())
             torch.stack(losses).sum().backward()
     assert [str(each.message).split("`")[1] for each in caught] == names
+
+
+def test_backward_in_evaluation_and_under_autocast_runs_again_what_ran() -> None:
+    layer, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, 1)), torch.randn(4, WIDTH)
+    found = []
+    for call in (plainly, smp.checkpoint):
+        torch.manual_seed(1)
+        y = call(layer.train(), x)
+        layer.eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(torch.autograd.grad(y.sum(), list(layer.parameters())))
+    assert all(map(torch.equal, *found))

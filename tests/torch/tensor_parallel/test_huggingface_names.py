@@ -11,6 +11,7 @@ from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
+from smpkit.torch.nn.huggingface.families import BERT
 from tests.models_of_others import DIVISIBLE, divisible
 from tests.torch.steps import on_ranks
 from tests.train import batch
@@ -104,3 +105,8 @@ def test_blocks_of_gpt2_are_divided_one_by_one(registers: bool) -> None:
     assert theirs.keys() == whole.keys()
     assert all(torch.equal(theirs[key], value) for key, value in whole.items())
     smp.shutdown()
+
+
+def test_a_decoder_is_not_replaced_as_an_encoder() -> None:
+    config = pytest.importorskip("transformers").BertConfig(is_decoder=True)
+    assert BERT.refusal(config) == "it is a decoder"
