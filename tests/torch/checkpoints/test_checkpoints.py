@@ -30,7 +30,6 @@ def files(folder: str | Path) -> list[str]:
 
 def make_again() -> tuple[Any, Any]:
     smp.shutdown()
-    smp.init()
     return make(seed=5)
 
 
@@ -408,8 +407,7 @@ def test_a_full_save_keeps_tied_weights_one_and_needs_no_copy_of_the_model(tmp_p
 
 @on_ranks(2)
 def test_replicas_that_train_apart_and_hold_other_states_are_not_saved_as_one(tmp_path: Path) -> None:
-    smp.init({"ddp": False})
-    model, optimizer = make()
+    model, optimizer = make(ddp=False)
     if smp.rank() == 0:
         train(model, optimizer)
     with pytest.raises(CheckpointError, match="ranks 0 and 1 hold the same part of the model, but not the same states"):
@@ -417,8 +415,7 @@ def test_replicas_that_train_apart_and_hold_other_states_are_not_saved_as_one(tm
 
 
 def test_masters_follow_a_full_checkpoint(tmp_path: Path) -> None:
-    smp.init({"bf16": True})
-    model, optimizer = make()
+    model, optimizer = make(bf16=True)
     train(model, optimizer)
     save_checkpoint(tmp_path, "one", partial=False)
     train(model, optimizer)

@@ -319,10 +319,10 @@ def test_members_that_claim_the_same_bytes_are_refused(tmp_path: Path) -> None:
         smp.load(tmp_path / "forged", partial=False)
 
 
-def one_host_has_an_older_save(path: Path) -> None:
-    smp.init({"ddp": True})
-    make()
-    own = path / f"host_{smp.rank()}"
+@on_ranks(2, hosts=2)
+def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
+    make(ddp=True)
+    own = tmp_path / f"host_{smp.rank()}"
     save_checkpoint(own, "one")
     shutil.copytree(own / "one_partial", own / "kept")
     save_checkpoint(own, "one")
@@ -332,7 +332,3 @@ def one_host_has_an_older_save(path: Path) -> None:
     smp.barrier()
     with pytest.raises(CheckpointError, match="hosts have different saves of this name"):
         resume_from_checkpoint(own, "one")
-
-
-def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
-    run_ranks(one_host_has_an_older_save, 2, tmp_path, hosts=2)

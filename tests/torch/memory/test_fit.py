@@ -188,13 +188,6 @@ def test_an_optimizer_of_another_model_is_no_update() -> None:
     assert not fitted.has_chosen
 
 
-def test_a_model_may_return_what_nobody_can_look_into() -> None:
-    model = Model(opaque=True)
-    fitted = smpkit.fit(model, device_gib=1)
-    run(model)
-    assert fitted.report().layers
-
-
 def test_without_updates_that_torch_tells_of_it_begins_all_the_same() -> None:
     model = Model()
     fitted = smpkit.fit(model, device_gib=1)
