@@ -95,13 +95,16 @@ def announced() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def on_ranks(size: int, **world: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let real ranks, of a `world` as `run_ranks` makes it, call a test with the arguments that pytest has for it."""
+def on_ranks(size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let real ranks call a test, all of them, with the arguments that pytest has for it.
+
+    The options are those of `run_ranks`. A test after which ranks cannot meet any more calls `run_ranks` itself.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def started(**arguments: Any) -> None:
-            run_ranks(_call, size, test.__module__, test.__name__, arguments, **world)
+            run_ranks(_call, size, test.__module__, test.__name__, arguments, **options)
 
         return started
 

@@ -14,6 +14,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
 from tests.ranks import run_ranks
 from tests.torch.steps import over_ranks
+from tests.train import Plain, in_turn
 
 INIT = 2.0**6
 
@@ -52,66 +53,52 @@ def spoils(step: int) -> bool:
     return step in (1, 2)
 
 
-def train_plainly(microbatches: int, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], list[float]]:
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=INIT, growth_interval=2)
-    scales = []
-    for step in range(6):
-        optimizer.zero_grad()
-        spoil(model, spoils(step))
-        for part in batch(step).chunk(microbatches):
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                loss = model(part).float().square().mean()
-            (scaler.scale(loss) / microbatches).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return model.state_dict(), scales
-
-
-@smp.step
-def train_step(model: Any, inputs: torch.Tensor, scaler: Any, dtype: Any) -> torch.Tensor:
+def scaled_step(model: Any, inputs: torch.Tensor, scaler: Any, dtype: Any) -> torch.Tensor:
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         loss = model(inputs).float().square().mean()
     model.backward(scaler.scale(loss))
     return loss
 
 
-def train(degree: int, microbatches: int, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], list[float]]:
-    module = build()
-    model = over_ranks(module, {module[1]: degree - 1}, microbatches=microbatches)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-    scaler = smp.amp.GradScaler(INIT, growth_interval=2)
+train_step = smp.step(scaled_step)
+
+
+def train(step: Any, model: Any, layers: nn.Sequential, optimizer: Any, scaler: Any, dtype: Any) -> list[float]:
+    """Train for some steps, and return the scale after each."""
     scales = []
-    for step in range(6):
+    for number in range(6):
         optimizer.zero_grad()
-        spoil(module, spoils(step))  # its rank's own gradient is not finite, and what it sends back neither
-        train_step(model, batch(step), scaler, dtype)
+        spoil(layers, spoils(number))  # its rank's own gradient is not finite, and what it sends back neither
+        step(model, batch(number), scaler, dtype)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    held = {name: value for name, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
-    smp.shutdown()
-    return held, scales
+    return scales
 
 
-def train_all(degree: int) -> list[Any]:
-    return [train(degree, microbatches, dtype) for microbatches in (1, 2) for dtype in (None, torch.bfloat16)]
+def train_over_ranks(degree: int, microbatches: int, dtype: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    layers = build()
+    model = over_ranks(layers, {layers[1]: degree - 1}, microbatches=microbatches)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    scales = train(train_step, model, layers, optimizer, smp.amp.GradScaler(INIT, growth_interval=2), dtype)
+    return {name: value.detach() for name, value in model.local_named_parameters()}, scales
 
 
 @pytest.mark.filterwarnings("ignore:.*auto_partition")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("degree", [1, 2])
-def test_training_equals_torchs_scaler(degree: int) -> None:
-    ranks = run_ranks(train_all, degree, degree)
-    kinds = [(microbatches, dtype) for microbatches in (1, 2) for dtype in (None, torch.bfloat16)]
-    for (microbatches, dtype), *traces in zip(kinds, *ranks, strict=True):
-        weights, scales = train_plainly(microbatches, dtype)
-        assert scales == [INIT, INIT / 2, INIT / 4, INIT / 4, INIT / 2, INIT / 2]
-        for held, ours in traces:
-            assert ours == scales
-            for name, value in held.items():
-                torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-6)
+def test_training_equals_torchs_scaler(degree: int, microbatches: int, dtype: torch.dtype | None) -> None:
+    layers = build()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=INIT, growth_interval=2)
+    step = in_turn(scaled_step, microbatches)
+    scales = train(step, Plain(layers, microbatches), layers, optimizer, scaler, dtype)
+    assert scales == [INIT, INIT / 2, INIT / 4, INIT / 4, INIT / 2, INIT / 2]
+    for held, ours in run_ranks(train_over_ranks, degree, degree, microbatches, dtype):
+        assert ours == scales
+        for name, value in held.items():
+            torch.testing.assert_close(value, layers.get_parameter(name).detach(), rtol=1e-6, atol=1e-6)
 
 
 def overflow_on_the_last_rank(fused: bool) -> tuple[float, float, bool]:

@@ -41,15 +41,10 @@ def sizes() -> Counter[str]:
     gc.collect()
     found: Counter[str] = Counter()
     for owner in [*gc.get_objects()]:
-        name = owner.__name__ if isinstance(owner, ModuleType | type) else type(owner).__qualname__
-        module = (
-            owner if isinstance(owner, ModuleType) else sys.modules.get(getattr(type(owner), "__module__", None) or "")
-        )
-        if isinstance(owner, type):
-            module = sys.modules.get(owner.__module__)
-        if module is None or module.__name__.partition(".")[0] != "smpkit" or module is owner is None:
-            continue
-        if name in BY_MEMORY:
+        named = isinstance(owner, ModuleType | type)
+        name = owner.__name__ if named else type(owner).__qualname__
+        module = name if isinstance(owner, ModuleType) else (owner if named else type(owner)).__module__
+        if str(module).partition(".")[0] != "smpkit" or name in BY_MEMORY:
             continue
         found[name] += 1
         for attribute, value in attributes(owner):

@@ -5,7 +5,7 @@ Where a tensor is made without a device, "meta" as the default gives it no memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,24 @@ def values_after(trained: Training | TrainingInSlices, case: Case, numbers: Iter
     return Trace(0, losses, gradients, {name: each.detach().clone() for name, each in held.items()})
 
 
-def train_under_both(name: str) -> None:
+def check_under_both(train: Callable[[str], Trace]) -> None:
+    """Let `train` train under either default device, and compare."""
     found = []
-    case, way = KINDS[name]
     for default in ("cpu", "meta"):
         torch.set_default_device(default)
-        with training(case, way) as trained:
-            found.append(values_after(trained, case))
+        found.append(train(default))
     torch.set_default_device(None)
     check_same(found[1], found[0], tolerance=0)
+
+
+def train_under_both(name: str) -> None:
+    case, way = KINDS[name]
+
+    def train(_: str) -> Trace:
+        with training(case, way) as trained:
+            return values_after(trained, case)
+
+    check_under_both(train)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "data, one parameter unused", "activations offloaded"])
@@ -46,18 +55,17 @@ def test_training_is_the_same_under_another_default_device(name: str) -> None:
 
 
 def resume_under_both(folder: Path, name: str) -> None:
-    found = []
     case, way = KINDS[name]
-    for default in ("cpu", "meta"):
-        torch.set_default_device(default)
+
+    def resume(default: str) -> Trace:
         with training(case, way) as trained:
             values_after(trained, case, range(2))
             smp.save_checkpoint(folder / default, "x")
         with training(case, way) as trained:
             smp.resume_from_checkpoint(folder / default, "x")
-            found.append(values_after(trained, case, range(2, STEPS)))
-    torch.set_default_device(None)
-    check_same(found[1], found[0], tolerance=0)
+            return values_after(trained, case, range(2, STEPS))
+
+    check_under_both(resume)
 
 
 @pytest.mark.parametrize("name", ["fp16", "pipeline", "data, sharded state", "tensor"])
@@ -67,16 +75,14 @@ def test_checkpoints_are_the_same_under_another_default_device(name: str, tmp_pa
 
 @on_ranks(1)
 def test_an_offload_model_trains_under_another_default_device() -> None:
-    found = []
     case = CASES["Sequential"]
-    for default in ("cpu", "meta"):
-        torch.set_default_device(default)
-        found.append(values_after(TrainingInSlices(case, num_slices=4, checkpoint_activation=True), case))
-    torch.set_default_device(None)
-    check_same(found[1], found[0], tolerance=0)
+    check_under_both(
+        lambda _: values_after(TrainingInSlices(case, num_slices=4, checkpoint_activation=True), case),
+    )
 
 
-def talk() -> list[Any]:
+@on_ranks(2)
+def test_objects_travel_under_another_default_device() -> None:
     torch.set_default_device("meta")
     smp.init({"pipeline_parallel_degree": 2, "ddp": True})
     sent: dict[str, Any] = {"weight": torch.arange(4.0, device="cpu"), "rank": smp.rank()}
@@ -87,10 +93,5 @@ def talk() -> list[Any]:
         received = sent
     else:
         received = smp.recv_from(0)
-    smp.barrier()
-    smp.shutdown()
-    return [[each["rank"] for each in everyone], received["weight"].tolist()]
-
-
-def test_objects_travel_under_another_default_device() -> None:
-    assert run_ranks(talk, 2) == [[[0, 1], [0.0, 1.0, 2.0, 3.0]]] * 2
+    assert [each["rank"] for each in everyone] == [0, 1]
+    assert received["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -194,17 +194,10 @@ def test_places_that_do_not_exist_are_refused() -> None:
     assert "valid are 0 to 1" in str(caught.value.hint)
 
 
-def with_inputs() -> tuple[nn.Module, torch.Tensor]:
-    return Tied(), torch.zeros(6, dtype=torch.int64)
-
-
-def with_arguments() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return Tied(), {"tokens": torch.zeros(6, dtype=torch.int64)}
-
-
-@pytest.mark.parametrize("factory", [with_inputs, with_arguments])
-def test_with_inputs_compute_and_activations_are_known(factory: Any) -> None:
-    model = describe(factory)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_with_inputs_compute_and_activations_are_known(by_name: bool) -> None:
+    tokens = torch.zeros(6, dtype=torch.int64)
+    model = describe(lambda: (Tied(), {"tokens": tokens} if by_name else tokens))
     costs = {cost.name: cost for cost in model.costs}
     assert model.traced
     assert costs["head"].flops == 2 * 6 * 4 * 10

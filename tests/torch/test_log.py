@@ -18,6 +18,7 @@ from smpkit.errors import UsageError
 from smpkit.observe.values import Logged, ValueWriter, read_values
 from smpkit.torch.log import _Log
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks, train_step
 
 TRACKERS = "tensorboard,wandb,mlflow"
 
@@ -27,15 +28,8 @@ def train(steps: int) -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
     torch.manual_seed(0)
     model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-
-    @smp.step
-    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
     for _ in range(steps):
-        loss = step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(smp.dp_rank())))
+        loss = train_step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(smp.dp_rank())))
         smp.log({"loss": loss, "lr": 0.5}, mean_over=smp.DP_GROUP)
     if smp.rank() == 0:
         (Path(os.environ["SMPKIT_RUN_DIR"]) / "own").write_text(str(loss.reduce_mean().item()))
@@ -128,15 +122,8 @@ def test_scalars_that_a_script_reduces_are_recorded_without_a_log(tmp_path: Path
 def reduce_with_no_place(folder: str) -> float:
     smp.init({"microbatches": 2})
     model = smp.DistributedModel(torch.nn.Linear(4, 1))
-
-    @smp.step
-    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).mean()
-        model.backward(loss)
-        return loss
-
     for _ in range(3):
-        loss = step(model, torch.ones(4, 4)).reduce_mean().item()
+        loss = train_step(model, torch.ones(4, 4)).reduce_mean().item()
     with pytest.raises(OSError, match=Path(folder).name):
         smp.log({"lr": 0.1})
     return float(loss)
@@ -202,29 +189,18 @@ def from_mlflow(run: Path) -> tuple[dict[int, float], dict[str, str]]:
     return {each.step: each.value for each in client.get_metric_history(made.info.run_id, "loss")}, made.data.params
 
 
-def misuse(what: str) -> None:
+@on_ranks(2)
+def test_what_is_no_value_is_refused() -> None:
     smp.init({"ddp": True})
-    wrong: dict[str, Any] = {
-        "list": {"loss": [1.0]},
-        "tensor": {"loss": torch.zeros(2)},
-        "number": 1.0,
-        "names": {f"loss{smp.rank()}": 1.0},
-    }
-    smp.log(wrong[what], mean_over=smp.WORLD)
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("list", "smp.log cannot take `loss`: it is a list"),
-        ("tensor", r"smp.log cannot take `loss`: it is a Tensor of shape \(2,\)"),
-        ("number", "smp.log was given a float"),
-        ("names", r"the first rank of the group has \['loss0'\], number 1 has \['loss1'\]"),
-    ],
-)
-def test_what_is_no_value_is_refused(what: str, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
-        run_ranks(misuse, 2, what)
+    wrong: list[tuple[Any, str]] = [
+        ({"loss": [1.0]}, "smp.log cannot take `loss`: it is a list"),
+        ({"loss": torch.zeros(2)}, r"smp.log cannot take `loss`: it is a Tensor of shape \(2,\)"),
+        (1.0, "smp.log was given a float"),
+        ({f"loss{smp.rank()}": 1.0}, r"the first rank of the group has \['loss0'\], number 1 has \['loss1'\]"),
+    ]
+    for values, said in wrong:
+        with pytest.raises(UsageError, match=said):
+            smp.log(values, mean_over=smp.WORLD)
 
 
 def logs_alone() -> None:
@@ -249,7 +225,7 @@ def test_a_run_that_goes_on_counts_on(tmp_path: Path) -> None:
     run_ranks(logs_alone, 1)  # without a folder nothing is written
 
 
-def starts(_: None = None) -> None:
+def starts() -> None:
     smp.init({})
     smp.log({"loss": 1.0})
 

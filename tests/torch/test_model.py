@@ -13,7 +13,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.model import DistributedModel
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -113,13 +113,10 @@ def test_trap_11_load_state_dict_leaves_its_argument_alone_and_is_strict() -> No
     model.load_state_dict({**state, "surplus": torch.zeros(1)}, strict=False)
 
 
-def gather_to_rank0() -> int:
-    smp.init({"ddp": True})
-    return len(smp.DistributedModel(Net()).state_dict(gather_to_rank0=True))
-
-
+@on_ranks(2)
 def test_every_replica_has_a_first_rank_of_its_own_to_gather_to() -> None:
-    assert run_ranks(gather_to_rank0, 2) == [7, 7]
+    smp.init({"ddp": True})
+    assert len(smp.DistributedModel(Net()).state_dict(gather_to_rank0=True)) == 7
 
 
 def test_trap_10_hooks_get_model_and_optimizer_once_each_at_their_time() -> None:
@@ -234,19 +231,3 @@ def test_at_tensor_degree_1_nothing_is_distributed() -> None:
     assert not model.is_distributed_parameter(parameter)
     assert not model.is_scaled_batch_parameter(parameter)
     assert len(list(model.default_reducer_named_parameters())) == 4
-
-
-def parameters_after_wrapping() -> tuple[float, float]:
-    smp.init({"ddp": True})
-    torch.manual_seed(smp.rank())
-    module = Net()
-    assert module.norm.running_mean is not None
-    module.norm.running_mean.add_(smp.rank())
-    smp.DistributedModel(module)
-    return module.layer.weight.sum().item(), module.norm.running_mean.sum().item()
-
-
-def test_replicas_start_with_the_parameters_and_buffers_of_the_first() -> None:
-    first, second = run_ranks(parameters_after_wrapping, 2)
-    assert first == second
-    assert first[1] == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.placement.shards import TpShard, mark, take_shard
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 TOLERANCE = 1e-12  # float64; the order of a few products differs
 SHAPES = [(4, 3), (5,), (), (2, 2, 2)]
@@ -27,17 +28,27 @@ def tensors() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
 
 
-def gradients(step: int, scale: float = 3.0) -> list[torch.Tensor]:
+def gradients(step: int, shard: TpShard | None = None) -> list[torch.Tensor]:
+    """Return those of `tensors`, or of a part of the first one and the others."""
     generator = torch.Generator().manual_seed(50 + step)
-    return [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    first, *others = [3 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [first if shard is None else take_shard(first, shard), *others]
 
 
-def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    for step in range(STEPS):
-        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+def train(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    steps: Iterable[int] = range(STEPS),
+    shard: TpShard | None = None,
+) -> list[torch.Tensor]:
+    for step in steps:
+        for parameter, gradient in zip(parameters, gradients(step, shard), strict=True):
             parameter.grad = gradient
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
+
+
+assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # --- the plain algorithms ---------------------------------------------------------------------------------------------
@@ -46,23 +57,22 @@ def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> l
 OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
 
 
-def adam_by_hand(
-    decay: float = 0.0,
+def lamb_by_hand(
+    decay: float,
     *,
     adam_w_mode: bool,
-    bias_correction: bool = True,
-    grad_averaging: bool = True,
-    max_grad_norm: float = 0.0,
-    use_nvlamb: bool | None = None,
+    bias_correction: bool,
+    grad_averaging: bool,
+    max_grad_norm: float,
+    use_nvlamb: bool,
 ) -> list[torch.Tensor]:
-    """Return the weights after some steps; `use_nvlamb` is None for Adam, which has no ratio of trust."""
     lr, betas, eps = OPTIONS.values()
     weights = [parameter.detach() for parameter in tensors()]
     first, second = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
     for step in range(1, STEPS + 1):
         given = gradients(step - 1)
         norm = math.sqrt(sum(float(g.square().sum()) for g in given))
-        divisor = max(1.0, norm / max_grad_norm) if max_grad_norm else 1.0
+        divisor = max(1.0, norm / max_grad_norm)
         for i, weight in enumerate(weights):
             gradient = given[i] / divisor + (0.0 if adam_w_mode else decay) * weight
             first[i] = betas[0] * first[i] + ((1 - betas[0]) if grad_averaging else 1.0) * gradient
@@ -71,7 +81,7 @@ def adam_by_hand(
             v = second[i] / (1 - betas[1] ** step) if bias_correction else second[i]
             update = m / (v.sqrt() + eps) + (decay if adam_w_mode else 0.0) * weight
             w, u = float(weight.norm()), float(update.norm())
-            trusts = use_nvlamb is not None and (use_nvlamb or decay) and w > 0 and u > 0
+            trusts = (use_nvlamb or decay) and w > 0 and u > 0
             weights[i] = weight - lr * (w / u if trusts else 1.0) * update
     return weights
 
@@ -112,11 +122,6 @@ def novograd_by_hand(
     return weights
 
 
-def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
-    for mine, theirs in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
-
-
 def choices(*names: str) -> Iterator[dict[str, Any]]:
     """Return all ways to set some options."""
     for values in itertools.product([True, False], repeat=len(names)):
@@ -124,11 +129,11 @@ def choices(*names: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adam(decay: float) -> None:
-    for options in choices("adam_w_mode"):
-        parameters = tensors()
-        optimizer = smp.optimizers.FusedAdam(parameters, weight_decay=decay, **OPTIONS, **options)
-        assert_close(train(optimizer, parameters), adam_by_hand(decay, **options))
+@pytest.mark.parametrize(("rule", "adam_w_mode"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
+def test_adam(rule: Any, adam_w_mode: bool, decay: float) -> None:
+    ours, plain = tensors(), tensors()
+    optimizer = smp.optimizers.FusedAdam(ours, weight_decay=decay, adam_w_mode=adam_w_mode, **OPTIONS)
+    assert_close(train(optimizer, ours), train(rule(plain, weight_decay=decay, **OPTIONS), plain))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -136,7 +141,7 @@ def test_lamb(decay: float) -> None:
     for chosen in choices("adam_w_mode", "bias_correction", "grad_averaging", "use_nvlamb"):
         parameters, options = tensors(), {**chosen, "max_grad_norm": 2.0}
         optimizer = smp.optimizers.FusedLAMB(parameters, weight_decay=decay, **OPTIONS, **options)
-        assert_close(train(optimizer, parameters), adam_by_hand(decay, **options))
+        assert_close(train(optimizer, parameters), lamb_by_hand(decay, **options))
     assert smp.optimizers.FusedLamb is smp.optimizers.FusedLAMB
 
 
@@ -153,20 +158,13 @@ KINDS: list[Any] = [smp.optimizers.FusedAdam, smp.optimizers.FusedLAMB, smp.opti
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_goes_on_where_it_was_saved(kind: Any) -> None:
-    straight = tensors()
-    whole = train(kind(straight, lr=0.1), straight)
-    parameters, later = tensors(), tensors()
-    first, second = kind(parameters, lr=0.1), kind(later, lr=0.5)
-    for step in range(STEPS):
-        optimizer, mine = (first, parameters) if step < 2 else (second, later)
-        if step == 2:
-            second.load_state_dict(first.state_dict())
-            for new, old in zip(later, parameters, strict=True):
-                new.data.copy_(old.data)
-        for parameter, gradient in zip(mine, gradients(step), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    assert_close([each.detach() for each in later], whole)
+    straight, early, late = tensors(), tensors(), tensors()
+    first, second = kind(early, lr=0.1), kind(late, lr=0.5)
+    train(first, early, range(2))
+    second.load_state_dict(first.state_dict())
+    for new, old in zip(late, early, strict=True):
+        new.data.copy_(old.data)
+    assert_close(train(second, late, range(2, STEPS)), train(kind(straight, lr=0.1), straight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,6 +176,7 @@ def test_parameters_without_gradient_wait_and_count_their_own_steps(kind: Any) -
         parameters[0].grad = alone[0].grad = gradients(step)[0]
         optimizer.step()
         other.step()
+    assert parameters[0].equal(alone[0])
     assert parameters[1].equal(before)
     assert len(optimizer.state) == 1
     parameters[1].grad = gradients(2)[1]
@@ -209,30 +208,15 @@ def test_rejects_wrong_options() -> None:
         smp.optimizers.FusedAdam(tensors(), bias_correction=False)
 
 
-def train_pieces() -> list[list[torch.Tensor]]:
-    """Train with the first tensor divided over two tensor-parallel ranks."""
+@on_ranks(2)
+def test_norms_of_divided_tensors_are_those_of_the_whole() -> None:
+    """The first tensor is divided over two tensor-parallel ranks."""
+    plain = [train(kind(parameters := tensors(), lr=0.1), parameters) for kind in KINDS]
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
     shard = TpShard((4, 3), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
-    results = []
-    for kind in KINDS:
+    for kind, (first, *others) in zip(KINDS, plain, strict=True):
         parameters = tensors()
         parameters[0] = nn.Parameter(take_shard(parameters[0].detach(), shard))
         mark(parameters[0], shard)
-        optimizer = kind(parameters, lr=0.1)
-        for step in range(STEPS):
-            given = gradients(step)
-            given[0] = take_shard(given[0], shard)
-            for parameter, gradient in zip(parameters, given, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-        results.append([parameter.detach() for parameter in parameters])
-    return results
-
-
-def test_norms_of_divided_tensors_are_those_of_the_whole() -> None:
-    ranks = run_ranks(train_pieces, 2)
-    for kind, *pieces in zip(KINDS, *ranks, strict=True):
-        parameters = tensors()
-        plain = train(kind(parameters, lr=0.1), parameters)
-        assert_close([torch.cat([piece[0] for piece in pieces]), *pieces[0][1:]], plain)
-        assert_close(pieces[1][1:], plain[1:])
+        found = train(kind(parameters, lr=0.1), parameters, shard=shard)
+        assert_close(found, [take_shard(first, shard), *others])

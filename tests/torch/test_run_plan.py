@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,13 @@ def test_without_a_pipeline_the_plan_knows_sizes_and_training_is_as_without(eval
 def test_two_ranks_write_one_plan_also_where_the_first_step_evaluates(
     config: dict[str, Any], stages: int, weights: int, tmp_path: Path
 ) -> None:
-    run_ranks(_evaluate_and_train, 2, tmp_path, config)
+    run_ranks(partial(train, evaluates=True), 2, tmp_path, config)
     found = plan_of(tmp_path)
     assert len(found["stages"]) == stages
     for stage in found["stages"]:
         assert stage["parameters_bytes"] == pytest.approx(weights, abs=4 * WIDTH)  # a bias may be whole on both
         assert (stage["activations_bytes"] or 0) > 0 or stages == 1
     assert [path.name for path in tmp_path.glob(".plan*")] == []
-
-
-def _evaluate_and_train(folder: Path, config: dict[str, Any]) -> None:
-    train(folder, config, evaluates=True)
 
 
 def test_a_pipeline_that_resumes_its_partition_has_its_stages(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
@@ -22,52 +22,23 @@ from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import folder as folder_module
 from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
+from tests.models import MODELS
 from tests.ranks import run_ranks
 from tests.torch.checkpoints.test_background_states import held_back
 from tests.torch.steps import on_ranks
+from tests.train import Training, Way
 
-WIDTH = 32
-
-
-class Tied(nn.Module):
-    """A layer on each of two pipeline ranks, and one whose weight has two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with smp.partition(0):
-            self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        with smp.partition(smp.pp_size() - 1):
-            self.second = nn.Linear(WIDTH, WIDTH)
-            self.third = nn.Linear(WIDTH, WIDTH)
-            self.third.weight = self.second.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.third(self.second(self.first(x))).sum())
+CASE = replace(MODELS["tied modules"], dtype=torch.float32)
+PIPELINE = Way(pipeline=2, microbatches=2, optimizer="AdamW")
+REPLICAS = Way(replicas=2, microbatches=2, optimizer="AdamW")
 
 
-@smp.step
-def train_step(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x)
-    model.backward(loss)
-    return loss
-
-
-class Job:
-    """Trains."""
-
-    def __init__(self, **settings: Any) -> None:
-        if "pipeline_parallel_degree" in settings:
-            settings |= {"auto_partition": False, "default_partition": 0}
-        smp.init({"microbatches": 2, **settings})
-        torch.manual_seed(0)
-        self.model = smp.DistributedModel(Tied())
-        self.optimizer = smp.DistributedOptimizer(torch.optim.Adam(self.model.parameters(), lr=0.1))
-        self.train()
-
-    def train(self) -> None:
-        self.optimizer.zero_grad()
-        train_step(self.model, torch.ones(4, WIDTH))
-        self.optimizer.step()
+def begin(way: Way = PIPELINE) -> Training:
+    """Start a job, and train for a step."""
+    smp.init(way.init)
+    job = Training(CASE, way)
+    job.run(0)
+    return job
 
 
 def check_same_files(folder: Path, first: str, second: str) -> None:
@@ -80,56 +51,53 @@ def check_same_files(folder: Path, first: str, second: str) -> None:
     assert [name for name in files if files[name] != others[name]] == []
 
 
-def save_both_ways(folder: Path, settings: dict[str, Any]) -> None:
-    job = Job(**settings)
+@pytest.mark.parametrize(
+    "way",
+    [
+        PIPELINE,
+        replace(PIPELINE, config={"bf16": True}),
+        replace(PIPELINE, config={"fp16": True}),
+        replace(REPLICAS, config={"shard_optimizer_state": True}),
+        replace(REPLICAS, config={"sharded_data_parallel_degree": 2}),
+    ],
+    ids=["pipeline", "bf16", "fp16", "sharded states", "sharded parameters"],
+)
+@on_ranks(2)
+def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, way: Way) -> None:
+    job = begin(way)
     content: dict[str, Any] = {"step": 1, "history": torch.arange(3.0), "rates": [0.1]}
     for number in range(2):  # the second uses the memory of the first again
-        smp.save_checkpoint(folder, f"now_{number}", user_content=content)
+        smp.save_checkpoint(tmp_path, f"now_{number}", user_content=content)
         with held_back():
-            pending = smp.save_checkpoint(folder, f"later_{number}", user_content=content, blocking=False)
+            pending = smp.save_checkpoint(tmp_path, f"later_{number}", user_content=content, blocking=False)
             assert pending is not None
             assert not pending.done()
-            job.train()  # while it waits to be written
+            job.run(0)  # while it waits to be written
             content["history"] += 1
             content["rates"][0] = 7
         pending.wait(30)
         assert pending.done()
-        assert (folder / "newest").read_text() == f"later_{number}_partial\n"
-        check_same_files(folder, f"now_{number}", f"later_{number}")
+        assert (tmp_path / "newest").read_text() == f"later_{number}_partial\n"
+        check_same_files(tmp_path, f"now_{number}", f"later_{number}")
         content["history"] -= 1
         content["rates"][0] = 0.1
         smp.barrier()
-    job.train()
-    pending = smp.save_checkpoint(folder, "alone", user_content=content, blocking=False)
+    job.run(0)
+    pending = smp.save_checkpoint(tmp_path, "alone", user_content=content, blocking=False)
     assert pending is not None
     pending.wait(30)  # nothing else waits for the copies
-    smp.save_checkpoint(folder, "beside", user_content=content)
-    check_same_files(folder, "alone", "beside")
+    smp.save_checkpoint(tmp_path, "beside", user_content=content)
+    check_same_files(tmp_path, "alone", "beside")
     kept = {name: value.clone() for name, value in job.model.local_state_dict().items() if torch.is_tensor(value)}
-    pending = smp.save_checkpoint(folder, "last", user_content=content, blocking=False)
-    job.train()
-    assert smp.resume_from_checkpoint(folder)["step"] == 1  # waits for the save
+    pending = smp.save_checkpoint(tmp_path, "last", user_content=content, blocking=False)
+    job.run(0)
+    assert smp.resume_from_checkpoint(tmp_path)["step"] == 1  # waits for the save
     after = job.model.local_state_dict()
     assert all(torch.equal(after[name], value) for name, value in kept.items())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"pipeline_parallel_degree": 2},
-        {"pipeline_parallel_degree": 2, "bf16": True},
-        {"pipeline_parallel_degree": 2, "fp16": True},
-        {"ddp": True, "shard_optimizer_state": True},
-        {"ddp": True, "sharded_data_parallel_degree": 2},
-    ],
-    ids=["pipeline", "bf16", "fp16", "sharded states", "sharded parameters"],
-)
-def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, settings: dict[str, Any]) -> None:
-    run_ranks(save_both_ways, 2, tmp_path, settings)
-
-
 def run_out_of_room(folder: Path, told_by: str) -> str:
-    job = Job(pipeline_parallel_degree=2)
+    job = begin()
     smp.save_checkpoint(folder, "good", blocking=True)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if smp.rank() == 1:
@@ -137,7 +105,7 @@ def run_out_of_room(folder: Path, told_by: str) -> str:
     try:
         pending = smp.save_checkpoint(folder, "bad", blocking=False)
         assert pending is not None
-        job.train()
+        job.run(0)
         while not pending.done():
             pass
     finally:
@@ -155,7 +123,6 @@ def run_out_of_room(folder: Path, told_by: str) -> str:
 
 @pytest.mark.parametrize("told_by", ["wait", "save", "shutdown"])
 def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: Path, told_by: str) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for text in run_ranks(run_out_of_room, 2, tmp_path, told_by):
         assert "checkpoint `bad` was not saved; rank 1: model_" in text
         assert "File too large" in text
@@ -166,7 +133,7 @@ def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: 
 
 @on_ranks(2)
 def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
-    Job(pipeline_parallel_degree=2)
+    begin()
     with held_back() as go_on:
         first = smp.save_checkpoint(tmp_path, "first", blocking=False)
         assert first is not None
@@ -193,32 +160,29 @@ class SlowFile:
         self._file.write(data)
 
 
-def write_slowly(folder: Path) -> None:
-    """Save, on one rank for longer than the others wait for a sign of it."""
-    Job(pipeline_parallel_degree=2)
-    begin: Any = folder_module._CheckedFile.__init__
+@on_ranks(2)
+def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
+    """One rank saves for longer than the others wait for a sign of it."""
+    begin()
+    open_file: Any = folder_module._CheckedFile.__init__
 
-    def begin_slowly(self: Any, file: Any, go_on: Any) -> None:
-        begin(self, SlowFile(file) if smp.rank() == 1 else file, go_on)
+    def open_slowly(self: Any, file: Any, go_on: Any) -> None:
+        open_file(self, SlowFile(file) if smp.rank() == 1 else file, go_on)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_module, "_PIECE_BYTES", 512)
-        patch.setattr(folder_module._CheckedFile, "__init__", begin_slowly)
-        pending = smp.save_checkpoint(folder, "slow", blocking=False)
+        patch.setattr(folder_module, "_PIECE_BYTES", 128)
+        patch.setattr(folder_module._CheckedFile, "__init__", open_slowly)
+        start = time.monotonic()
+        pending = smp.save_checkpoint(tmp_path, "slow", blocking=False)
         wait_shortly(3)
         assert pending is not None
         pending.wait(60)
-
-
-def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
-    start = time.monotonic()
-    run_ranks(write_slowly, 2, tmp_path)
     assert time.monotonic() - start > 4, "else nobody had to wait"
     assert (tmp_path / "newest").read_text() == "slow_partial\n"
 
 
 def lose_a_rank(folder: Path) -> None:
-    job = Job(pipeline_parallel_degree=2)
+    begin()
     smp.save_checkpoint(folder, "good")
     with held_back():
         pending = smp.save_checkpoint(folder, "bad", blocking=False)
@@ -228,7 +192,6 @@ def lose_a_rank(folder: Path) -> None:
         wait_shortly()
     with pytest.raises(CheckpointError, match=r"`bad` was not saved; .*rank 1"):
         pending.wait(60)
-    del job
 
 
 def test_a_killed_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
@@ -259,13 +222,12 @@ def test_a_snapshot_uses_the_memory_of_the_one_before(monkeypatch: pytest.Monkey
 
 SCRIPT = """
 import sys
-import resource, signal, torch
+import resource, torch
 import smpkit.torch as smp
 smp.init({})
 model = smp.DistributedModel(torch.nn.Linear(64, 64))
 smp.save_checkpoint(sys.argv[1], "good")
 if sys.argv[2] == "full":
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 smp.save_checkpoint(sys.argv[1], "last", blocking=False)
 """

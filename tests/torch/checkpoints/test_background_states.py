@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import smpkit.torch as smp
-from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.checkpoints import save as saving
 from tests.forked import Script
-from tests.ranks import run_ranks
+from tests.models import CASES
 from tests.torch.steps import on_ranks
+from tests.torch.test_amp import Layer, train_step
+from tests.train import TrainingInSlices, batch
 
 ROOT = Path(__file__).parents[3]
-CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -53,105 +53,56 @@ def save_while(folder: Path, content: Any, train: Any) -> None:
     pending.wait(60)
 
 
-@smp.step
-def step(model: Any, inputs: Tensor) -> Tensor:
-    loss: Tensor = model(inputs).square().mean()
-    model.backward(loss)
-    return loss
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
-
-
-def batch(rank: int = 0) -> Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
-
-
-# --- offloaded weights ------------------------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 def test_an_offload_optimizer_in_the_users_content(tmp_path: Path) -> None:
     """Weights are parts of flat buffers, which its passes over slices change in place, as they do its states."""
     smp.init({})
     smp.DistributedModel(nn.Linear(1, 1))
+    case = CASES["Sequential"]
 
-    def make() -> tuple[OffloadModel, OffloadOptimizer]:
-        network = OffloadModel(layers(), CPU, num_slices=2)
-        return network, OffloadOptimizer(network, torch.optim.AdamW, lr=0.1)
+    def train(job: TrainingInSlices) -> None:
+        job.step(*batch(case, 0, 8))
 
-    def train(network: OffloadModel, optimizer: OffloadOptimizer) -> None:
-        network(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    network, optimizer = make()
-    train(network, optimizer)
-    content = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
-    save_while(tmp_path, content, lambda: train(network, optimizer))
-    again, resumed = make()
+    job = TrainingInSlices(case, num_slices=2)
+    train(job)
+    content = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    save_while(tmp_path, content, lambda: train(job))
     now, found = (smp.resume_from_checkpoint(tmp_path, tag) for tag in ("now", "later"))
     torch.testing.assert_close(found, now, rtol=0, atol=0)
-    again.load_state_dict(found["model"])
-    resumed.load_state_dict(found["optimizer"])
+    again = TrainingInSlices(case, num_slices=2)
+    again.model.load_state_dict(found["model"])
+    again.optimizer.load_state_dict(found["optimizer"])
     for _ in range(2):
-        train(again, resumed)
-    assert all(map(torch.equal, again.parameters(), network.parameters()))
+        train(again)
+    assert all(map(torch.equal, again.model.parameters(), job.model.parameters()))
 
 
-# --- loss scales ------------------------------------------------------------------------------------------------------
-
-
-class Spoilt(nn.Module):
-    """A layer whose gradient overflows when it is told so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.spoil = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        if self.spoil:
-            x.register_hook(lambda gradient: gradient * float("inf"))
-        return x
-
-
-def save_a_grad_scaler(folder: Path) -> tuple[float, float, float, bool]:
+@on_ranks(2)
+def test_a_grad_scaler_is_kept_as_it_was(tmp_path: Path) -> None:
     smp.init({"ddp": True})
-    torch.manual_seed(0)
-    module = Spoilt()
+    module = Layer()
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = smp.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
 
-    @smp.step
-    def scaled(model: Any, inputs: Tensor) -> None:
-        model.backward(scaler.scale(model(inputs).square().mean()))
-
     def train() -> None:
         optimizer.zero_grad()
-        scaled(model, batch())
+        train_step(model, torch.ones(8, 4), scaler, None)
         scaler.step(optimizer)
         scaler.update()
 
     train()
-    saved = scaler.get_scale()
+    assert scaler.get_scale() == 64.0
     module.spoil = True
-    save_while(folder, {"scaler": scaler, "state": scaler.state_dict()}, train)
-    spoilt = scaler.get_scale()
-    content = smp.resume_from_checkpoint(folder, "later")
+    save_while(tmp_path, {"scaler": scaler, "state": scaler.state_dict()}, train)
+    assert scaler.get_scale() == 16.0
+    content = smp.resume_from_checkpoint(tmp_path, "later")
+    assert content["scaler"].get_scale() == 64.0
+    assert content["scaler"].state_dict() == content["state"]
     scaler.load_state_dict(content["state"])
     module.spoil = False
     train()  # the second step without an overflow: the scale grows
-    same = content["scaler"].get_scale() == saved and content["scaler"].state_dict() == content["state"]
-    return saved, spoilt, scaler.get_scale(), same
-
-
-def test_a_grad_scaler_is_kept_as_it_was(tmp_path: Path) -> None:
-    assert run_ranks(save_a_grad_scaler, 2, tmp_path) == [(64.0, 16.0, 128.0, True)] * 2
+    assert scaler.get_scale() == 128.0
 
 
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------

@@ -10,53 +10,36 @@ import random
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import folder as folder_module
-from smpkit.torch.checkpoints.folder import Index
-from smpkit.torch.checkpoints.resume import files_to_check
-from smpkit.torch.distributed.init import shutdown
-from tests.ranks import run_ranks
+from tests.torch.checkpoints.two_layers import make, plain, train
+from tests.torch.steps import on_ranks
 
 FILES = [
     *("model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "optimizer_0_0_0.pt"),
     *("user_content.pt", "index.json"),
 ]
+DIFFERENT = {"model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "user_content.pt"}
+"""The files that are not the same in any two saves."""
+WIDTHS = 6, 40, 2  # in a file, there is more behind its middle than names and shapes
 ENTRY = {"size": 1, "crc32": 1, "rank": 0, "host": "h", "folder": 0}
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    yield
-    shutdown()
-
-
-def make() -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2)))
-    return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
-
-
-def train(model: Any, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Two checkpoints, of which `two` is the newer, and a model that has been trained on."""
-    smp.init()
-    model, optimizer = make()
+    model, optimizer = make(*WIDTHS)
     for step, tag in enumerate(("one", "two"), 1):
         train(model, optimizer)
         save_checkpoint(tmp_path, tag, user_content={"step": step, "noise": torch.rand(50)})
@@ -127,7 +110,6 @@ def test_names_of_damaged_files_do_not_control_the_terminal(saved: Path) -> None
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_checkpoint_of_the_other_kind_is_pointed_to(partial: bool, tmp_path: Path) -> None:
-    smp.init()
     make()
     save_checkpoint(tmp_path, "one", partial=partial)
     with pytest.raises(CheckpointError, match=f"`one(_partial)?`: it is a (full|partial) .*use partial={partial}"):
@@ -152,9 +134,17 @@ def test_another_format_is_refused_with_what_to_do(found: int, saved: Path) -> N
 # --- checksums --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_used(name: str, saved: Path) -> None:
-    flip(saved / "two_partial" / name)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "flipped bit") for name in FILES] + [(name, "of another save") for name in FILES if name in DIFFERENT],
+)
+def test_a_damaged_file_is_named_and_the_older_checkpoint_is_used(name: str, kind: str, saved: Path) -> None:
+    damaged, other = (saved / f"{tag}_partial" / name for tag in ("two", "one"))
+    if kind == "flipped bit":
+        flip(damaged)
+    else:
+        assert other.stat().st_size == damaged.stat().st_size
+        shutil.copy(other, damaged)
     with pytest.warns(UserWarning, match=rf"`one_partial` in .* is used .*; `two_partial`: .*{name}") as warned:
         assert resume_from_checkpoint(saved)["step"] == 1
     assert warned[0].filename == __file__
@@ -249,26 +239,16 @@ def test_torchs_own_loader_is_told_of_a_flipped_bit(saved: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     flip(saved / "two_partial" / "model_0_0_0.safetensors")
-    plain = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
     for verify in (True, False):
         reader = smp.CheckpointReader(saved / "two_partial", verify_checksums=verify)
         with pytest.raises(CheckpointException, match="CRC-32") if verify else contextlib.nullcontext():
-            dcp.load({"model": plain.state_dict()}, storage_reader=reader)
+            dcp.load({"model": plain(*WIDTHS).state_dict()}, storage_reader=reader)
 
 
-def test_ranks_divide_the_files_among_them() -> None:
-    sizes = (1, 50, 3, 50, 7, 40, 9)
-    entries = {f"model_{number}": {**ENTRY, "size": size} for number, size in enumerate(sizes)}
-    index = Index("x", "id", 1, {}, "float32", "0", {**entries, "optimizer_0": ENTRY})
-    shares = [files_to_check(index, position, 3, False) for position in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(entries)
-    assert max(sum(sizes[int(name[-1])] for name in share) for share in shares) < 60
-
-
-def damage_on_one_host(path: Path) -> tuple[Any, list[str]]:
-    smp.init({"ddp": True})
-    model, optimizer = make()
-    own = path / f"host_{smp.rank() // smp.local_size()}"
+@on_ranks(4, hosts=2)
+def test_all_ranks_choose_the_newest_checkpoint_that_is_intact_on_all(tmp_path: Path) -> None:
+    model, optimizer = make(*WIDTHS, ddp=True)
+    own = tmp_path / f"host_{smp.rank() // smp.local_size()}"
     for step, tag in enumerate(("one", "two", "three"), 1):
         train(model, optimizer)
         save_checkpoint(own, tag, user_content={"step": step})
@@ -278,16 +258,10 @@ def damage_on_one_host(path: Path) -> tuple[Any, list[str]]:
     smp.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        content = resume_from_checkpoint(own)
-    return content, [str(each.message) for each in caught if "is used" in str(each.message)]
-
-
-def test_all_ranks_choose_the_newest_checkpoint_that_is_intact_on_all(tmp_path: Path) -> None:
-    results = run_ranks(damage_on_one_host, 4, tmp_path, hosts=2, timeout=120)
-    assert [content for content, _ in results] == [{"step": 1}] * 4
-    assert [len(warned) for _, warned in results] == [1, 0, 0, 0]
-    assert "`three_partial`: rank " in results[0][1][0]
-    assert "has the CRC-32" in results[0][1][0]
+        assert resume_from_checkpoint(own) == {"step": 1}
+    warned = [str(each.message) for each in caught if "is used" in str(each.message)]
+    assert len(warned) == (smp.rank() == 0)
+    assert all("`three_partial`: rank " in text and "has the CRC-32" in text for text in warned)
 
 
 # --- forged checkpoints -----------------------------------------------------------------------------------------------
@@ -345,10 +319,10 @@ def test_members_that_claim_the_same_bytes_are_refused(tmp_path: Path) -> None:
         smp.load(tmp_path / "forged", partial=False)
 
 
-def one_host_has_an_older_save(path: Path) -> None:
-    smp.init({"ddp": True})
-    make()
-    own = path / f"host_{smp.rank()}"
+@on_ranks(2, hosts=2)
+def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
+    make(ddp=True)
+    own = tmp_path / f"host_{smp.rank()}"
     save_checkpoint(own, "one")
     shutil.copytree(own / "one_partial", own / "kept")
     save_checkpoint(own, "one")
@@ -358,7 +332,3 @@ def one_host_has_an_older_save(path: Path) -> None:
     smp.barrier()
     with pytest.raises(CheckpointError, match="hosts have different saves of this name"):
         resume_from_checkpoint(own, "one")
-
-
-def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
-    run_ranks(one_host_has_an_older_save, 2, tmp_path, hosts=2)

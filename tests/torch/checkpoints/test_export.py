@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.export import LAYOUTS, export, main
+from smpkit.torch.checkpoints.export import LAYOUTS, export
 from tests.ranks import run_ranks
+from tests.torch.steps import train_step
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -47,25 +47,15 @@ class Model(nn.Module):
         return result
 
 
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).float().pow(2).mean()
-    model.backward(loss)
-    return loss
-
-
 def job(path: str, config: dict[str, Any], sgd: bool = False) -> None:
     """Train a step, save what is exported, and save the whole model, too."""
     smp.init(config)
     torch.manual_seed(0)
     sharded = "sharded_data_parallel_degree" in config  # torch's FSDP takes no scalars
     model: Any = smp.DistributedModel(Model((1,) if sharded else ()))
-    if config.get("fp16"):
-        inner: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-        optimizer = smp.DistributedOptimizer(inner, static_loss_scale=8.0)
-    else:
-        inner = (torch.optim.SGD if sgd else torch.optim.AdamW)(model.parameters(), lr=0.01)
-        optimizer = smp.DistributedOptimizer(inner)
+    kind = torch.optim.SGD if sgd else torch.optim.AdamW
+    scaling: dict[str, Any] = {"static_loss_scale": 8.0} if config.get("fp16") else {}
+    optimizer = smp.DistributedOptimizer(kind(model.parameters(), lr=0.01), **scaling)
     train_step(model, torch.arange(4) % 5)
     optimizer.step()
     smp.save_checkpoint(path, "step", user_content={"step": 1})
@@ -184,10 +174,3 @@ def test_what_is_no_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> Non
     for name, message in [("none", "is no folder"), ("file", "is no folder"), ("empty", "holds no partial checkpoint")]:
         with pytest.raises(CheckpointError, match=message):
             export(tmp_path / name, tmp_path / "out")
-
-
-def test_the_process_prints_one_object(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(checkpoint.parent), str(tmp_path / "out"), "smp-v1"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"checkpoint": str(checkpoint)}
-    assert main([str(checkpoint), str(tmp_path / "out"), "smp-v1"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"] == f"`{tmp_path / 'out'}` exists already"

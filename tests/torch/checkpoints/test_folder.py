@@ -31,17 +31,6 @@ def test_a_tag_that_cannot_be_a_file_name_is_refused(tag: object) -> None:
         files.check_tag(tag)
 
 
-def test_only_complete_checkpoints_count_and_the_newest_comes_first(tmp_path: Path) -> None:
-    make(tmp_path, "a", order=1)
-    make(tmp_path, "z", order=2)
-    make(tmp_path, "b", order=3)
-    make(tmp_path, "cut", order=4, size=99)
-    (make(tmp_path, "gone", order=5) / "model_0_0_0.safetensors").unlink()
-    (make(tmp_path, "no_index", order=6) / files.INDEX).unlink()
-    (make(tmp_path, "bad_index", order=7) / files.INDEX).write_text("{")
-    assert [name for name, _ in files.complete_partials(tmp_path)] == ["b_partial", "z_partial", "a_partial"]
-
-
 def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
     folder = make(tmp_path, "a", size=99)
     assert (

@@ -1,11 +1,9 @@
-"""Files of checkpoints: what is written needs no smpkit to be read, and damage is named with the file."""
+"""Files of checkpoints: what is written needs no smpkit to be read, and all of it comes back."""
 
 from __future__ import annotations
 
 import io
-import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,8 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints import tensors
 from smpkit.torch.checkpoints.folder import fsync_write
-from smpkit.torch.distributed.init import shutdown
-from tests.ranks import run_ranks
-from tests.torch.steps import train_step
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    yield
-    shutdown()
-
-
-# --- what is written --------------------------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class Odd(nn.Module):
@@ -91,52 +79,3 @@ def test_the_librarys_own_reader_reads_what_is_written(tmp_path: Path) -> None:
 def test_a_name_that_the_format_uses_itself_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no room for a tensor called `__metadata__`"):
         tensors.write_tensors(io.BytesIO(), {"__metadata__": torch.rand(4)})
-
-
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-# Cut files and flipped bits are in `test_damage.py`; these are whole, with a size that fits.
-CASES = [("user_content.pt", "another save's"), ("optimizer_0_0_0.safetensors", "swapped")]
-CASES += [("model_0_0_0.safetensors", kind) for kind in ("another save's", "swapped")]
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_files_of_another_save_or_rank_are_named(name: str, kind: str, divided: Path, tmp_path: Path) -> None:
-    shutil.copytree(divided, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "two_partial" / name
-    other = path.parent.parent / "one_partial" / name
-    if kind == "swapped":
-        other = path.with_name(name.replace("_0.", "_1."))
-    content, foreign = path.read_bytes(), other.read_bytes()  # of the same names, shapes and size
-    assert len(content) == len(foreign)
-    path.write_bytes(foreign)
-    if kind == "swapped":
-        other.write_bytes(content)
-    smp.init()
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
-    with pytest.raises(CheckpointError, match=f"{name}.* has the CRC-32"):
-        smp.resume_from_checkpoint(tmp_path, "two")
-    with pytest.warns(UserWarning, match=f"`one_partial` .* is used .*{name}"):
-        assert smp.resume_from_checkpoint(tmp_path)["step"] == 1
-
-
-def save_divided(path: Path) -> None:
-    smp.init({"ddp": True, "sharded_data_parallel_degree": 2})
-    torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
-    for step, tag in enumerate(("one", "two"), 1):
-        optimizer.param_groups[0]["lr"] = step / 10
-        optimizer.zero_grad()
-        train_step(model, torch.ones(2, 3))
-        optimizer.step()
-        smp.save_checkpoint(path, tag, user_content={"step": step})
-
-
-@pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints, `one` and `two`, whose tensors are divided over two ranks."""
-    path = tmp_path_factory.mktemp("divided")
-    run_ranks(save_divided, 2, path)
-    return path

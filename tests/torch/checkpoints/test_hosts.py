@@ -10,58 +10,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
+from tests.models import MODELS
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
+from tests.train import Training, Way, batch, training, world
+
+CASE = MODELS["BatchNorm"]
+PIPELINE = Way(pipeline=2, microbatches=2, optimizer="AdamW")
+REPLICAS = Way(replicas=2, microbatches=2, optimizer="AdamW")
 
 
-class Halves(nn.Module):
-    """A layer for each of two pipeline ranks, and a buffer that both have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2)
-        self.second = nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.second(self.first(x)).square().sum())
-
-
-@smp.step
-def train_step(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x)
-    model.backward(loss)
-    return loss
-
-
-def begin(degree: int) -> tuple[Any, Any]:
-    torch.manual_seed(3)
-    by_hand = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
-    smp.init({"ddp": True, "microbatches": 2, **(by_hand if degree == 2 else {})})
-    module = Halves()
-    if degree == 2:
-        smp.set_partition(module.second, 1)
-    model = smp.DistributedModel(module)
-    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-
-
-def train(model: Any, optimizer: Any, number: int) -> dict[str, Tensor]:
+def train(job: Training, number: int) -> dict[str, Tensor]:
     """Train on the batch of this number, and return the weights."""
-    optimizer.zero_grad()
-    train_step(model, torch.eye(2).repeat(2, 1) * (1 + number) + torch.arange(4.0)[:, None])
-    optimizer.step()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    job.step(*batch(CASE, number, 8))
+    return {name: value.clone() for name, value in job.model.state_dict().items()}
 
 
-def resumed(folder: Path, degree: int = 2) -> dict[str, Tensor]:
-    model, optimizer = begin(degree)
-    assert smp.resume_from_checkpoint(folder) == {"step": 1}
-    weights = train(model, optimizer, 1)
-    smp.barrier()
-    smp.shutdown()
-    return weights
+def resumed(folder: Path, way: Way = PIPELINE) -> dict[str, Tensor]:
+    with training(CASE, way) as job:
+        assert smp.resume_from_checkpoint(folder) == {"step": 1}
+        weights = train(job, 1)
+        smp.barrier()
+        return weights
 
 
 def check_equal_indices(path: Path) -> None:
@@ -69,81 +43,65 @@ def check_equal_indices(path: Path) -> None:
     assert first == second, "either host's may replace the other's"
 
 
-def refused(folder: Path) -> str:
-    begin(1)
-    with pytest.raises(CheckpointError) as caught:
+def refused(folder: Path, way: Way) -> str:
+    with training(CASE, way), pytest.raises(CheckpointError) as caught:
         smp.resume_from_checkpoint(folder)
-    smp.shutdown()
     return str(caught.value)
 
 
-def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict[str, Tensor]]]:
-    model, optimizer = begin(2)
-    host = smp.rank() // smp.local_size()
-    own, other = path / f"host_{host}", path / f"host_{1 - host}"
-    train(model, optimizer, 0)
-    said = "each host keeps the parts of its own ranks.* bring the files of all hosts together"
-    with contextlib.nullcontext() if host else pytest.warns(UserWarning, match=said):
-        smp.save_checkpoint(own, "one", user_content={"step": 1})
-    kept = sorted(each.name for each in (own / "one_partial").iterdir())
-    weights = [train(model, optimizer, 1)]
-    smp.barrier()
-    smp.shutdown()
-    weights.append(resumed(own))
-    messages = {"degree 1": refused(own)}
-    begin(2)
-    with pytest.raises(CheckpointError) as caught:
-        smp.resume_from_checkpoint(own if host else path / "nowhere")
-    messages["one host"] = str(caught.value)
-    smp.shutdown()
-    begin(2)
-    for file in (own / "one_partial").glob(f"*_{host}_0_0.*"):
-        shutil.copy(file, other / "one_partial")
-    smp.barrier()
-    smp.shutdown()
-    weights += [resumed(other), resumed(own, 1)]
-    return kept, messages, weights
-
-
+@on_ranks(2, hosts=2)
 def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
-    results = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
-    check_equal_indices(tmp_path)
-    for host, (kept, messages, weights) in enumerate(results):
+    with training(CASE, PIPELINE) as job:
+        host = smp.rank() // smp.local_size()
+        own, other = tmp_path / f"host_{host}", tmp_path / f"host_{1 - host}"
+        train(job, 0)
+        said = "each host keeps the parts of its own ranks.* bring the files of all hosts together"
+        with contextlib.nullcontext() if host else pytest.warns(UserWarning, match=said):
+            smp.save_checkpoint(own, "one", user_content={"step": 1})
         files = [f"model_{host}_0_0.safetensors", f"optimizer_{host}_0_0.pt", f"optimizer_{host}_0_0.safetensors"]
         content = "user_content_1.pt" if host else "user_content.pt"
-        assert kept == ["index.json", *files, content]
-        assert f"lacks `model_{1 - host}_0_0.safetensors` (saved by rank {1 - host} on " in messages["degree 1"]
-        assert "copy these files here" in messages["degree 1"]
-        assert "there is no complete checkpoint in" in messages["one host"]
-        assert "on rank 0, though there is one on the others" in messages["one host"]
-        for found in weights[1:]:
-            assert found.keys() == weights[0].keys()
-            for name, value in weights[0].items():
-                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+        assert sorted(each.name for each in (own / "one_partial").iterdir()) == ["index.json", *files, content]
+        expected = train(job, 1)
+        smp.barrier()
+    check_equal_indices(tmp_path)
+    weights = [resumed(own)]
+    message = refused(own, REPLICAS)
+    assert f"lacks `model_{1 - host}_0_0.safetensors` (saved by rank {1 - host} on " in message
+    assert "copy these files here" in message
+    message = refused(own if host else tmp_path / "nowhere", PIPELINE)
+    assert "there is no complete checkpoint in" in message
+    assert "on rank 0, though there is one on the others" in message
+    with world(PIPELINE):
+        for file in (own / "one_partial").glob(f"*_{host}_0_0.*"):
+            shutil.copy(file, other / "one_partial")
+        smp.barrier()
+    weights += [resumed(other), resumed(own, REPLICAS)]
+    for found in weights:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 # --- copied into one folder -------------------------------------------------------------------------------------------
 
 
 def save_on_two_hosts(path: Path) -> dict[str, Tensor]:
-    model, optimizer = begin(2)
+    smp.init(PIPELINE.init)
+    job = Training(CASE, PIPELINE)
     own = path / f"host_{smp.rank() // smp.local_size()}"
-    train(model, optimizer, smp.dp_rank())
+    train(job, smp.dp_rank())
     smp.save_checkpoint(own, "zero")
     if smp.rank() == 2:
         shutil.rmtree(own / "zero_partial")  # hosts may have other checkpoints beside this one
     # Buffers differ from one replica to the other, and so may what the script saves.
     smp.save_checkpoint(own, "one", user_content={"host": own.name})
-    return train(model, optimizer, smp.dp_rank())
+    return train(job, smp.dp_rank())
 
 
 def resume_from_each(folders: list[Path]) -> list[tuple[Any, dict[str, Tensor]]]:
     results = []
     for folder in folders:
-        model, optimizer = begin(2)
-        results.append((smp.resume_from_checkpoint(folder), train(model, optimizer, smp.dp_rank())))
-        smp.barrier()
-        smp.shutdown()
+        with training(CASE, PIPELINE) as job:
+            results.append((smp.resume_from_checkpoint(folder), train(job, smp.dp_rank())))
+            smp.barrier()
     return results
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import smpkit.torch as smp
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import agreement, background
 from smpkit.torch.checkpoints import folder as checkpoint_files
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.two_layers import plain
+from tests.torch.steps import train_step
 
 MOMENTS: list[tuple[Any, str]] = [
     (checkpoint_files, "fsync_write"),
@@ -30,18 +31,12 @@ MOMENTS: list[tuple[Any, str]] = [
 
 def begin() -> Any:
     smp.init({"pipeline_parallel_degree": 2, "ddp": True, "timeout_seconds": 60})
-    torch.manual_seed(0)
-    return smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> None:
-    model.backward(model(x).sum())
+    return smp.DistributedModel(plain())
 
 
 def killed_while_saving(path: str, victim: int, moment: int, after: bool) -> int:
     """Save twice; on `victim`, die at one moment of the second save. Return how many moments there were."""
-    train_step(begin(), torch.ones(1, 2))
+    train_step(begin(), torch.ones(1, 3))
     smp.save_checkpoint(path, "good", user_content="good")
     passed = 0
 

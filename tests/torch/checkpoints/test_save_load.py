@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,9 @@ import torch
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints.save_load import load, save
-from smpkit.torch.distributed.init import shutdown
 from tests.ranks import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    yield
-    shutdown()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class NotPlain:

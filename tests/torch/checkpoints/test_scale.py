@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from smpkit.torch.checkpoints.folder import Index, find_corruption, read_index
 from smpkit.torch.checkpoints.resume import files_to_check
 from smpkit.torch.checkpoints.tensors import open_tensors
 from smpkit.torch.distributed.objects import object_from
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
-MESSAGES_PER_RANK = 4
-"""Of an agreement: size and text of what a rank says, and of the answer."""
 AGREEMENTS = {"save": 4, "resume": 4}
 """Of a save to a folder that is known: the call, written, published, marked. Of a resume: who shares the
 folder, which checkpoints there are, are they intact, loaded."""
@@ -48,54 +46,42 @@ def test_the_plan_of_a_save_and_of_a_resume_is_linear(num_ranks: int) -> None:
     own = writers_of([item for item in items if num_ranks - 1 in item[2]], range(num_ranks))
     assert own.items() <= writers.items()
     model_files = {writers[name] for name, *_ in items if name.startswith("weight")}
-    assert num_ranks * (len(model_files) + 1) <= (MAX_WRITERS + 1) * num_ranks, "files that a resume opens"
-    entries = {f"model_{rank}": {"size": 7 + rank, "crc32": 1, "rank": 0, "host": "", "folder": 0} for rank in written}
-    index = Index("x", "", 1, {}, "float32", "", entries)
-    checked = [name for rank in range(num_ranks) for name in files_to_check(index, rank, num_ranks, True)]
-    assert sorted(checked) == sorted(entries), "each file is compared once"
-    messages = {kind: count * MESSAGES_PER_RANK * (num_ranks - 1) for kind, count in AGREEMENTS.items()}
-    assert max(messages.values()) < 20 * num_ranks
+    assert len(model_files) <= MAX_WRITERS, "whatever the number of ranks, of which each opens these when it resumes"
 
 
-def save_and_resume(path: Path) -> list[Any]:
-    """Return how often this rank agreed, and which files it opened."""
-    counts: Counter[str] = Counter()
-    opened: dict[str, set[str]] = {"to compare": set(), "to load": set()}
+def test_ranks_divide_the_files_that_a_resume_checks() -> None:
+    sizes = (1, 50, 3, 50, 7, 40, 9)
+    entry = {"crc32": 1, "rank": 0, "host": "", "folder": 0}
+    models = {f"model_{number}": {**entry, "size": size} for number, size in enumerate(sizes)}
+    index = Index("x", "", 1, {}, "float32", "", {**models, "optimizer_0": {**entry, "size": 1}})
+    for loads_optimizer in (True, False):
+        shares = [files_to_check(index, position, 3, loads_optimizer) for position in range(3)]
+        checked = sorted(name for share in shares for name in share)
+        assert checked == sorted(index.files if loads_optimizer else models), "each file is compared once"
+        assert max(sum(index.files[name]["size"] for name in share) for share in shares) < 60
 
-    def counted(*args: Any) -> Any:
-        counts["agreements"] += 1
-        return object_from(*args)
 
-    def loaded(file: Path) -> Any:
-        opened["to load"].add(file.name)
-        return open_tensors(file)
-
-    def compared(crcs: Any) -> Any:
-        opened["to compare"].update(file.name for file in crcs)
-        return find_corruption(crcs)
-
+@on_ranks(8)
+def test_eight_ranks_do_what_was_planned(tmp_path: Path) -> None:
     smp.init({"ddp": True, "shard_optimizer_state": True})
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(16))))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    smp.save_checkpoint(path, "one")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "object_from", counted)
-        patch.setattr(reader, "open_tensors", loaded)
-        patch.setattr(folder, "find_corruption", compared)
-        smp.save_checkpoint(path, "two")
-        saving = counts["agreements"]
-        smp.resume_from_checkpoint(path)
-    return [saving, counts["agreements"] - saving, opened["to compare"], opened["to load"]]
-
-
-def test_eight_ranks_do_what_was_planned(tmp_path: Path) -> None:
-    results = run_ranks(save_and_resume, 8, tmp_path)
-    files = sorted(read_index(tmp_path / "two_partial").files)
-    assert sorted(name for *_, compared, _ in results for name in compared) == files, "each file is compared once"
+    smp.save_checkpoint(tmp_path, "one")
+    with (
+        mock.patch.object(agreement, "object_from", wraps=object_from) as agree,
+        mock.patch.object(folder, "find_corruption", wraps=find_corruption) as compare,
+        mock.patch.object(reader, "open_tensors", wraps=open_tensors) as load,
+    ):
+        smp.save_checkpoint(tmp_path, "two")
+        saving = agree.call_count
+        smp.resume_from_checkpoint(tmp_path)
+    assert (saving, agree.call_count - saving) == (AGREEMENTS["save"], AGREEMENTS["resume"])
     models = {f"model_0_0_{rank}.safetensors" for rank in range(8)}
-    for rank, (saving, resuming, _, loaded) in enumerate(results):
-        assert (saving, resuming) == (AGREEMENTS["save"], AGREEMENTS["resume"])
-        assert loaded == {*models, f"optimizer_0_0_{rank}.safetensors"}, "its own states, and no others'"
+    loaded = {call.args[0].name for call in load.call_args_list}
+    assert loaded == {*models, f"optimizer_0_0_{smp.rank()}.safetensors"}, "its own states, and no others'"
+    compared = smp.allgather([file.name for call in compare.call_args_list for file in call.args[0]])
+    files = sorted(read_index(tmp_path / "two_partial").files)
+    assert sorted(name for names in compared for name in names) == files, "each file is compared once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from smpkit.testing.ranks import RankFailed
 from smpkit.torch.data_parallel.reducer import Bucket, ReduceTarget, plan_buckets
 from tests.models import MODELS, Case
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks, train_step
 from tests.train import Trace, Training, Way, batch, same, trace_of, training, world
 
 
@@ -46,15 +48,10 @@ def inputs(rank: int) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [None if each.grad is None else each.grad.cpu().clone() for each in model.parameters()]
 
 
-def assert_equal(ours: list[torch.Tensor | None], plain: list[torch.Tensor | None]) -> None:
-    for index, (mine, expected) in enumerate(zip(ours, plain, strict=True)):
-        if mine is None or expected is None:
-            assert mine is expected, f"layer {index}: {mine} against {expected}"
-        else:
-            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+assert_close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7)
 
 
 def start(**options: Any) -> smp.DistributedModel:
@@ -100,81 +97,53 @@ def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
     same(GROWING, GROWING_WAY, by=fail_before_each)
 
 
-def count_messages(overlap: bool) -> tuple[list[int], int, int]:
-    """Count the all-reduces of a step, and how many had started when the last backward ended."""
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
+@on_ranks(2)
+def test_a_step_sends_each_bucket_once_and_overlap_starts_them_inside_backward(overlap: bool) -> None:
     model = start(microbatches=4, overlapping_allreduce=overlap)
-    data_parallel = model.data_parallel
-    assert data_parallel is not None
-    early = []
-    finish = data_parallel.reducers[0].finish
+    assert model.data_parallel is not None
+    reducer = model.data_parallel.reducers[0]
+    early, finish = [], reducer.finish  # how many messages had started when the last backward ended
 
     def counted_finish() -> None:
-        early.append(len(data_parallel.reducers[0]._pending))
+        early.append(len(reducer._pending))
         finish()
 
-    data_parallel.reducers[0].finish = counted_finish  # type: ignore[method-assign]
-    x = torch.ones(4, 3)
-    branch_step(model, x, (0, 1, 2, 3))
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        branch_step(model, x, (0, 1, 2, 3))
-    return early, all_reduce.call_count, len(data_parallel.reducers[0].buckets)
+    reducer.finish = counted_finish  # type: ignore[method-assign]
+    for _ in range(2):
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            branch_step(model, torch.ones(4, 3), (0, 1, 2, 3))
+    assert all_reduce.call_count == len(reducer.buckets) == 4
+    assert early == ([4, 4] if overlap else [0, 0])
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
-def test_a_step_sends_each_bucket_once_and_overlap_starts_them_inside_backward(overlap: bool) -> None:
-    for early, messages, buckets in run_ranks(count_messages, 2, overlap):
-        assert buckets == 4
-        assert messages == 4
-        assert early == ([4, 4] if overlap else [0, 0])
-
-
-def freeze_and_cast() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+@pytest.mark.also_on("sim:copies:0")
+@on_ranks(2)
+def test_freezing_unfreezing_and_casting_after_wrapping_are_noticed() -> None:
     model = start()
     layer = model.module.get_submodule("layers.1")
     layer.requires_grad_(False)
     branch_step(model, inputs(smp.rank()), (0, 1))
-    frozen = gradients(model)
+    assert gradients(model)[1] is None
     model.zero_grad()
     layer.requires_grad_(True)
     branch_step(model, inputs(smp.rank()), (0, 1))
-    first = gradients(model)
+    plain = Branches()
+    for rank in range(2):
+        plain(inputs(rank), (0, 1)).backward()
+    assert_close(gradients(model), [None if each is None else each / 2 for each in gradients(plain)])
     model.zero_grad()
     model.double()
     branch_step(model, inputs(smp.rank()).double(), (0, 1))
-    assert all(g is None or g.dtype is torch.float64 for g in gradients(model))
-    return frozen, first
+    assert all(each is None or each.dtype is torch.float64 for each in gradients(model))
 
 
-@pytest.mark.also_on("sim:copies:0")
-def test_freezing_unfreezing_and_casting_after_wrapping_are_noticed() -> None:
-    model = Branches()
-    for rank in range(2):
-        model(inputs(rank), (0, 1)).backward()
-    plain = [None if each.grad is None else each.grad / 2 for each in model.parameters()]
-    for frozen, first in run_ranks(freeze_and_cast, 2):
-        assert frozen[1] is None
-        assert_equal(first, plain)
-
-
-class Embedder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 2, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x).sum()
-
-
-def train_sparse() -> str:
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(Embedder())
-    with pytest.raises(UnsupportedError) as caught:
-        model(torch.tensor([1])).backward()
-    return caught.value.message
-
-
+@on_ranks(2)
 def test_a_sparse_gradient_is_refused_by_name() -> None:
-    assert "`table.weight` has a sparse gradient" in run_ranks(train_sparse, 2)[0]
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(nn.Embedding(5, 2, sparse=True))
+    with pytest.raises(UnsupportedError, match="`weight` has a sparse gradient"):
+        model(torch.tensor([1])).sum().backward()
 
 
 class Reentrant(nn.Module):
@@ -185,12 +154,7 @@ class Reentrant(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             x = checkpoint(self.layer, x, use_reentrant=True)
-        return x.sum()
-
-
-@smp.step
-def plain_step(model: Any, x: torch.Tensor) -> None:
-    model.backward(model(x))
+        return x
 
 
 def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
@@ -199,7 +163,7 @@ def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
     model = smp.DistributedModel(Reentrant(), overlapping_allreduce=overlap)
     for _ in range(2):
         model.zero_grad()
-        plain_step(model, torch.full((1, 2), smp.rank() + 1.0, requires_grad=True))
+        train_step(model, torch.full((1, 2), smp.rank() + 1.0, requires_grad=True))
     return gradients(model)
 
 
@@ -211,12 +175,12 @@ def test_a_gradient_that_comes_after_its_reduction_started_is_an_error_not_a_wro
 
 def test_reentrant_checkpointing_works_without_overlap() -> None:
     first, second = run_ranks(train_reentrant, 2, False)
-    assert_equal(first, second)
+    assert_close(first, second)
     torch.manual_seed(0)
     model = Reentrant()
     for rank in range(2):
-        model(torch.full((1, 2), rank + 1.0, requires_grad=True)).backward()
-    assert_equal(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
+        model(torch.full((1, 2), rank + 1.0, requires_grad=True)).square().mean().backward()
+    assert_close(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
 
 
 def build_different_models() -> None:
@@ -236,50 +200,33 @@ def test_views_of_buckets_are_taken_with_a_line_in_the_log(caplog: pytest.LogCap
     assert "gradient_as_bucket_view has no effect" in caplog.text
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x).sum()
-
-
-def train_batch_norm(broadcast: bool) -> tuple[torch.Tensor, float]:
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(Normalised(), broadcast_buffers=broadcast)
-    norm = model.module.get_submodule("norm")
-    plain_step(model, inputs(smp.rank()))
-    norm.register_buffer("late", torch.tensor(float(smp.rank())))
-    plain_step(model, inputs(smp.rank()))
-    return norm.get_buffer("running_mean").clone(), norm.get_buffer("late").item()
-
-
 @pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks(2)
 def test_buffers_follow_the_first_replica_at_the_start_of_each_step(broadcast: bool) -> None:
-    (first, _), (second, late) = run_ranks(train_batch_norm, 2, broadcast)
-    assert late == (0 if broadcast else 1)
+    smp.init({"ddp": True})
+    norm = nn.BatchNorm1d(3)
+    model = smp.DistributedModel(norm, broadcast_buffers=broadcast)
+    train_step(model, inputs(smp.rank()))
+    norm.register_buffer("late", torch.tensor(float(smp.rank())))
+    train_step(model, inputs(smp.rank()))
+    assert norm.get_buffer("late").item() == (0 if broadcast else smp.rank())
+    first, second = smp.allgather(norm.get_buffer("running_mean"))
     # The statistics of the first step are those of the first replica, or one's own.
-    plain = Normalised()
+    plain = nn.BatchNorm1d(3)
     for rank in (0 if broadcast else 1, 1):
         plain(inputs(rank))
-    torch.testing.assert_close(second, plain.norm.get_buffer("running_mean"))
+    torch.testing.assert_close(second, plain.get_buffer("running_mean"))
     assert not torch.equal(first, second)
 
 
-def count_messages_per_step() -> list[int]:
+@pytest.mark.also_on("sim:copies:0")
+@on_ranks(2)
+def test_accumulation_sends_nothing_until_its_last_step() -> None:
     model = start(backward_passes_per_step=2)
-    counts = []
-    for _ in range(4):
+    for messages in (0, 4, 0, 4):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             branch_step(model, torch.ones(4, 3), (0, 1, 2, 3))
-        counts.append(all_reduce.call_count)
-    return counts
-
-
-@pytest.mark.also_on("sim:copies:0")
-def test_accumulation_sends_nothing_until_its_last_step() -> None:
-    assert run_ranks(count_messages_per_step, 2) == [[0, 4, 0, 4]] * 2
+        assert all_reduce.call_count == messages
 
 
 TARGET = ReduceTarget(mock.sentinel.group)

@@ -13,6 +13,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.placement.shards import TpShard, mark
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 TP = 2
 
@@ -59,28 +60,13 @@ def kinds_step(model: Any, weight: Tensor, backwards: int) -> None:
         model.backward(model(weight))
 
 
-def values_at_start() -> dict[str, float]:
-    return held_by(start())
-
-
-def held_by(model: smp.DistributedModel) -> dict[str, float]:
-    """Return the first number of each parameter and buffer that this rank holds."""
-    module = model.get_module()
-    return {n: float(value.flatten()[0]) for n, value in [*module.named_parameters(), *module.named_buffers()]}
-
-
+@on_ranks(4)
 def test_ranks_start_with_the_values_of_the_first_that_holds_the_same() -> None:
-    for rank, values in enumerate(run_ranks(values_at_start, 4)):
-        whole, piece = 1.0, rank % TP + 1.0
-        assert values == {
-            "ordinary": whole,
-            "scaled": whole,
-            "partial": whole,
-            "piece": piece,
-            "frozen": piece,
-            "whole_buffer": whole,
-            "piece_buffer": piece,
-        }
+    module = start().get_module()
+    wholes, pieces = ("ordinary", "scaled", "partial", "whole_buffer"), ("piece", "frozen", "piece_buffer")
+    expected = {**dict.fromkeys(wholes, 1.0), **dict.fromkeys(pieces, smp.rank() % TP + 1.0)}
+    held = [*module.named_parameters(), *module.named_buffers()]
+    assert {name: float(value.flatten()[0]) for name, value in held} == expected
 
 
 def model_parameter_of(rank: int) -> Tensor:
@@ -104,36 +90,29 @@ def train(microbatches: int, accumulation: int, backwards: int, overlap: bool) -
         for _ in range(accumulation):
             kinds_step(model, batch, backwards)
         seen.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
-    smp.shutdown()
     return seen
 
 
-CASES = [(1, 1, 1, True), (2, 2, 1, True), (2, 1, 2, True), (1, 2, 2, False)]
-
-
-def train_cases() -> list[list[dict[str, Tensor | None]]]:
-    return [train(*case) for case in CASES]
-
-
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_are_averaged_over_their_group_and_scaled_once(size: int) -> None:
+@pytest.mark.parametrize(
+    ("microbatches", "accumulation", "backwards", "overlap"),
+    [(1, 1, 1, True), (2, 2, 1, True), (2, 1, 2, True), (1, 2, 2, False)],
+)
+def test_gradients_are_averaged_over_their_group_and_scaled_once(
+    microbatches: int, accumulation: int, backwards: int, overlap: bool, size: int
+) -> None:
     everyone = range(size)
-    for rank, cases in enumerate(run_ranks(train_cases, size)):
+    for rank, turns in enumerate(run_ranks(train, size, microbatches, accumulation, backwards, overlap)):
         replicas = [each for each in everyone if each % TP == rank % TP]
         over_dp = torch.stack([model_parameter_of(each) for each in everyone]).mean(0)
         over_rdp = torch.stack([model_parameter_of(each) for each in replicas]).mean(0)
         once = {"ordinary": over_dp, "piece": over_rdp / TP, "scaled": over_rdp / TP, "partial": over_dp * TP}
         once["frozen"] = once["piece"]
-        for (_, accumulation, backwards, _), turns in zip(CASES, cases, strict=True):
-            times = accumulation * backwards  # the microbatches are averaged
-            for turn, gradients in enumerate(turns):
-                for name, gradient in gradients.items():
-                    if name == "frozen" and turn == 0:
-                        assert gradient is None
-                        continue
-                    wanted = once[name] * times * (2 if turn == 2 else 1)
-                    assert gradient is not None, name
-                    torch.testing.assert_close(gradient, wanted, rtol=1e-13, atol=0, msg=name)
+        times = accumulation * backwards  # the microbatches are averaged
+        for turn, gradients in enumerate(turns):
+            added = 2 if turn == 2 else 1
+            wanted = {name: None if name == "frozen" and turn == 0 else once[name] * times * added for name in once}
+            torch.testing.assert_close(gradients, wanted, rtol=1e-13, atol=0)
 
 
 def differ(what: str) -> None:

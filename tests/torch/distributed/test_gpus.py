@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -192,10 +192,11 @@ def install(environ: dict[str, str], device_files: str) -> bool:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def told_at_init(prepare: Callable[[int, str], None], device_files: str) -> tuple[str, list[str], bool]:
+def told_at_init(prepare: Callable[[int], None], device_files: str) -> tuple[str, list[str], bool]:
     """Return the error of `smp.init()`, its warnings, and whether it left something behind."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    prepare(int(os.environ["RANK"]), device_files)
+    gpus.DEVICE_FILES = device_files
+    prepare(int(os.environ["RANK"]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -208,24 +209,17 @@ def told_at_init(prepare: Callable[[int, str], None], device_files: str) -> tupl
     return error, [str(warning.message) for warning in caught], started
 
 
-def counted_on_rank_1(rank: int, device_files: str) -> None:
-    gpus.DEVICE_FILES = device_files
+def counted_on_rank_1(rank: int) -> None:
     if rank == 1:
         os.environ["SM_NUM_GPUS"] = "8"
 
 
-def one_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInfo:
-    return GpuInfo("GPU-a")
-
-
-def seen_on_rank_0(rank: int, device_files: str) -> None:
-    gpus.DEVICE_FILES = device_files
+def seen_on_rank_0(rank: int) -> None:
     if rank == 0:
-        gpus.probe_gpu = one_gpu
+        gpus.probe_gpu = lambda launch, environ=os.environ: GpuInfo("GPU-a")
 
 
-def unused(rank: int, device_files: str) -> None:
-    gpus.DEVICE_FILES = device_files
+def unused(_: int) -> None:
     torch.version.cuda = None
 
 
@@ -245,7 +239,7 @@ def store_in(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     ("prepare", "reason"), [(counted_on_rank_1, "SM_NUM_GPUS is 8"), (seen_on_rank_0, "rank 0 has one")]
 )
 def test_a_rank_that_misses_its_gpu_ends_all(
-    prepare: Callable[[int, str], None], reason: str, store_in: dict[str, str]
+    prepare: Callable[[int], None], reason: str, store_in: dict[str, str]
 ) -> None:
     for error, caught, started in run_ranks(told_at_init, 2, prepare, gpus.DEVICE_FILES, env=store_in):
         assert error.startswith("ConfigError: 1 problem in the GPUs of the job\n")

@@ -21,12 +21,13 @@ from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.groups import Groups
 from smpkit.torch.distributed.init import message_groups
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 CPU = torch.device("cpu")
 
 
-def warmed_up() -> list[tuple[int, ...]]:
-    """Return the ranks of the groups that are warmed up, in order, as this rank sees them."""
+@on_ranks(4)
+def test_groups_are_connected_in_one_order_each_once() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True})
     assert initialize._world is not None
     seen = []
@@ -39,18 +40,8 @@ def warmed_up() -> list[tuple[int, ...]]:
     all_reduce = dist.all_reduce
     with mock.patch.object(dist, "all_reduce", note):
         initialize._world.groups.warm_up(state.process_groups, CPU)
-    smp.shutdown()
-    return seen
-
-
-def test_groups_are_connected_in_one_order_each_once() -> None:
-    # WORLD; MP is PP here; DP is RDP.
-    assert run_ranks(warmed_up, 4) == [
-        [(0, 1, 2, 3), (0, 1), (0, 2)],
-        [(0, 1, 2, 3), (0, 1), (1, 3)],
-        [(0, 1, 2, 3), (2, 3), (0, 2)],
-        [(0, 1, 2, 3), (2, 3), (1, 3)],
-    ]
+    pipeline, replicas = [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))][smp.rank()]
+    assert seen == [(0, 1, 2, 3), pipeline, replicas]  # MP is PP here; DP is RDP
 
 
 @pytest.mark.parametrize("is_scripts", [True, False])
@@ -96,17 +87,16 @@ def test_a_gpu_that_does_not_answer_is_named() -> None:
         groups._wait_for_gpu(cast("Any", work), "the connection of X", cast("Any", None))
 
 
-def bound() -> tuple[list[Any], str, float]:
-    """Make the groups of messages of two of three ranks where the default group is bound to a device."""
+@on_ranks(3)
+def test_groups_of_messages_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_group() -> None:
+    """Two of three ranks make them."""
     dist.init_process_group("gloo")
     smp.init({"ddp": True})
     world = dist.group.WORLD
     assert world is not None
     world.bound_device_id = torch.device("cuda", 0)
-    seen = []
-    found = torch.zeros(1)
     if dist.get_rank() < 2:
-        new_group = dist.new_group
+        seen, new_group = [], dist.new_group
 
         def note(*args: Any, **kwargs: Any) -> Any:
             seen.append(world.bound_device_id)
@@ -114,20 +104,14 @@ def bound() -> tuple[list[Any], str, float]:
 
         with mock.patch.object(dist, "new_group", note):
             group, _ = message_groups((0, 1))
+        assert seen == [None, None]
         if dist.get_rank() == 0:
             group.send([torch.ones(1)], 1, 0).wait()
         else:
-            group.recv([found], 0, 0).wait()
-    kept = str(world.bound_device_id)
+            group.recv([found := torch.zeros(1)], 0, 0).wait()
+            assert found.item() == 1
+    assert str(world.bound_device_id) == "cuda:0"
     world.bound_device_id = None  # there is no such device here
-    dist.barrier()
-    smp.shutdown()
-    return seen, kept, found.item()
-
-
-def test_groups_of_messages_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_group() -> None:
-    (seen, kept, _), (_, _, found), _ = run_ranks(bound, 3)
-    assert (seen, kept, found) == ([None, None], "cuda:0", 1.0)
 
 
 @pytest.mark.parametrize("name", ["NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS"])

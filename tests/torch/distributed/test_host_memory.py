@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,21 +205,19 @@ def test_what_the_driver_does_not_pin_is_an_error_and_its_own_error_is_over(
 def test_a_device_whose_driver_registers_nothing_gets_memory_that_torch_has_pinned(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "host_registration", lambda device: None)
-    monkeypatch.setattr(torch, "zeros", _zeros_without_driver(torch.zeros))
-    assert pinned_bytes(CUDA, 5).tolist() == [0] * 5
-    with pytest.raises(OSError, match="torch could not pin 4097 bytes of the host: no driver"):
-        pinned_bytes(CUDA, PAGE + 1)
+    inner: Any = torch.zeros
 
-
-def _zeros_without_driver(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def zeros(num_bytes: int, *, pin_memory: bool = False, **options: object) -> Tensor:
+    def zeros_without_driver(num_bytes: int, *, pin_memory: bool = False, **options: object) -> Tensor:
         assert pin_memory
         if num_bytes > PAGE:
             raise RuntimeError("no driver")
         return inner(num_bytes, **options)
 
-    return zeros
+    monkeypatch.setattr(devices, "host_registration", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", zeros_without_driver)
+    assert pinned_bytes(CUDA, 5).tolist() == [0] * 5
+    with pytest.raises(OSError, match="torch could not pin 4097 bytes of the host: no driver"):
+        pinned_bytes(CUDA, PAGE + 1)
 
 
 def test_a_device_without_streams_needs_no_pinned_memory(cudart: Cudart) -> None:

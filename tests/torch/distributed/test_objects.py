@@ -103,7 +103,8 @@ def test_shared_tensors_travel_once_and_share_memory_again() -> None:
     assert second["0.weight"].untyped_storage().nbytes() == 16, "it owns its memory"
 
 
-def broadcast_is_the_senders() -> list[Any]:
+@on_ranks(4)
+def test_trap_16_broadcast_is_called_by_the_sender_and_received_by_recv_from() -> None:
     smp.init(GRID)
     got: list[Any] = []
     if smp.rank() == 2:
@@ -119,35 +120,29 @@ def broadcast_is_the_senders() -> list[Any]:
         smp.broadcast(f"tp {smp.rank()}", smp.CommGroup.TP_GROUP)
     else:
         got.append(smp.recv_from(0, smp.RankType.TP_RANK))
-    return got
-
-
-def test_trap_16_broadcast_is_called_by_the_sender_and_received_by_recv_from() -> None:
-    got = run_ranks(broadcast_is_the_senders, 4)
-    assert got == [
+    expected = [
         [[1.0, 1.0], "second", "from 2"],
         [[1.0, 1.0], "second", "from 3", "tp 0"],
         [],
         [[1.0, 1.0], "second", "tp 2"],
     ]
+    assert got == expected[smp.rank()]
 
 
-def broadcast_and_send_pair_in_order() -> list[Any]:
+@on_ranks(4)
+def test_messages_of_one_source_arrive_in_the_order_of_its_calls() -> None:
     smp.init({"ddp": True})
     if smp.rank() == 0:
         smp.broadcast("a", smp.WORLD)
         smp.send("b", 1)
         smp.broadcast("c", smp.DP_GROUP)
-        return []
-    count = 3 if smp.rank() == 1 else 2
-    return [smp.recv_from(0) for _ in range(count)]
+        return
+    expected = ["a", "b", "c"] if smp.rank() == 1 else ["a", "c"]
+    assert [smp.recv_from(0) for _ in expected] == expected
 
 
-def test_messages_of_one_source_arrive_in_the_order_of_its_calls() -> None:
-    assert run_ranks(broadcast_and_send_pair_in_order, 4)[1:] == [["a", "b", "c"], ["a", "c"], ["a", "c"]]
-
-
-def rank_types() -> list[Any]:
+@on_ranks(4)
+def test_trap_13_rank_types_count_within_the_senders_group() -> None:
     smp.init(GRID)
     got = []
     for kind in (smp.RankType.TP_RANK, smp.RankType.PP_RANK, smp.RankType.MP_RANK):
@@ -158,37 +153,26 @@ def rank_types() -> list[Any]:
             smp.send((kind.name, smp.rank()), ahead, kind)
             got.append(smp.recv_from(behind, kind))
         else:
-            message = smp.recv_from(behind, kind)
+            got.append(smp.recv_from(behind, kind))
             smp.send((kind.name, smp.rank()), ahead, kind)
-            got.append(message)
-    return got
+    senders = [(1, 2, 3), (0, 3, 0), (3, 0, 1), (2, 1, 2)][smp.rank()]
+    assert got == list(zip(("TP_RANK", "PP_RANK", "MP_RANK"), senders, strict=True))
 
 
-def test_trap_13_rank_types_count_within_the_senders_group() -> None:
-    got = run_ranks(rank_types, 4)
-    assert got[0] == [("TP_RANK", 1), ("PP_RANK", 2), ("MP_RANK", 3)]
-    assert got[3] == [("TP_RANK", 2), ("PP_RANK", 1), ("MP_RANK", 2)]
-
-
-def gather_everywhere() -> list[Any]:
-    smp.init(GRID)
-    whole = smp.allgather({"rank": smp.rank(), "data": torch.full((smp.rank(),), float(smp.rank()))}, smp.WORLD)
-    ours = smp.allgather(smp.rank(), smp.DP_GROUP)
-    mine = object()
-    own = smp.allgather(None, smp.RDP_GROUP)
-    return [[item["data"].tolist() for item in whole], ours, own, smp.allgather(mine, smp.RDP_GROUP)[0] is mine]
-
-
+@on_ranks(4)
 def test_allgather_orders_by_rank_in_the_group() -> None:
-    got = run_ranks(gather_everywhere, 4)
-    for rank, (whole, ours, own, itself) in enumerate(got):
-        assert whole == [[float(other)] * other for other in range(4)]
-        assert ours == ([0, 1] if rank < 2 else [2, 3])
-        assert own == [None]
-        assert itself
+    smp.init(GRID)
+    rank = smp.rank()
+    whole = smp.allgather({"rank": rank, "data": torch.full((rank,), float(rank))}, smp.WORLD)
+    assert [item["data"].tolist() for item in whole] == [[float(other)] * other for other in range(4)]
+    assert smp.allgather(rank, smp.DP_GROUP) == ([0, 1] if rank < 2 else [2, 3])
+    assert smp.allgather(None, smp.RDP_GROUP) == [None]
+    mine = object()
+    assert smp.allgather(mine, smp.RDP_GROUP)[0] is mine
 
 
-def barrier_waits() -> tuple[float, float]:
+@on_ranks(4)
+def test_a_barrier_opens_when_the_last_has_come() -> None:
     smp.init({"ddp": True})
     smp.barrier()
     if smp.rank() == 1:
@@ -197,12 +181,8 @@ def barrier_waits() -> tuple[float, float]:
     smp.barrier()
     smp.dp_barrier()
     smp.mp_barrier()
-    return before, time.monotonic()
-
-
-def test_a_barrier_opens_when_the_last_has_come() -> None:
-    times = run_ranks(barrier_waits, 4)  # the clock is the machine's, so it is comparable between processes
-    assert min(after for _, after in times) >= max(before for before, _ in times)
+    after = time.monotonic()
+    assert after >= max(smp.allgather(before))  # the clock is the machine's, so it is comparable between processes
 
 
 @on_ranks(4)
@@ -229,17 +209,30 @@ MANY_SECONDS = 600
 """`timeout_seconds`: whoever waits for that has not noticed."""
 
 MISMATCHES: dict[str, Any] = {
-    "barrier and allgather": (smp.barrier, lambda: smp.allgather(1)),
-    "recv_from and barrier": (lambda: smp.recv_from(1), smp.barrier),
-    "barriers of two groups": (lambda: smp.barrier(smp.WORLD), lambda: smp.barrier(smp.DP_GROUP)),
-    "broadcast by both": (smp.barrier, lambda: smp.broadcast(1, smp.WORLD)),
+    "barrier and allgather": (
+        (smp.barrier, lambda: smp.allgather(1)),
+        "rank 0 is in barrier of WORLD, but rank 1 is in allgather of WORLD",
+    ),
+    "recv_from and barrier": (
+        (lambda: smp.recv_from(1), smp.barrier),
+        "rank 0 is in recv_from(rank 1), but rank 1 is in barrier of WORLD",
+    ),
+    "barriers of two groups": (
+        (lambda: smp.barrier(smp.WORLD), lambda: smp.barrier(smp.DP_GROUP)),
+        "rank 0 is in barrier of WORLD, but rank 1 is in barrier of DP_GROUP",
+    ),
+    "broadcast by both": (
+        (smp.barrier, lambda: smp.broadcast(1, smp.WORLD)),
+        "rank 0 is in barrier of WORLD, but rank 1 is in send or broadcast",
+    ),
 }
+"""What each of two ranks calls, and what is said of it."""
 
 
 def mismatched(name: str) -> str:
     smp.init({"ddp": True, "timeout_seconds": MANY_SECONDS})
     try:
-        MISMATCHES[name][smp.rank()]()
+        MISMATCHES[name][0][smp.rank()]()
     except Exception as error:
         if smp.rank() == 0:
             facts().set("noticed", "")
@@ -249,19 +242,10 @@ def mismatched(name: str) -> str:
     return "fine"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("barrier and allgather", "rank 0 is in barrier of WORLD, but rank 1 is in allgather of WORLD"),
-        ("recv_from and barrier", "rank 0 is in recv_from(rank 1), but rank 1 is in barrier of WORLD"),
-        ("barriers of two groups", "rank 0 is in barrier of WORLD, but rank 1 is in barrier of DP_GROUP"),
-        ("broadcast by both", "rank 0 is in barrier of WORLD, but rank 1 is in send or broadcast"),
-    ],
-    ids=list(MISMATCHES),
-)
-def test_calls_that_do_not_fit_are_named_and_not_waited_for(name: str, words: str) -> None:
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_calls_that_do_not_fit_are_named_and_not_waited_for(name: str) -> None:
     first, _ = run_ranks(mismatched, 2, name)
-    assert first.startswith(f"UsageError: {words}")
+    assert first.startswith(f"UsageError: {MISMATCHES[name][1]}")
 
 
 @on_ranks(2)

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -127,18 +127,8 @@ def test_shutdown_gives_the_signal_back() -> None:
 
 
 def test_another_thread_cannot_register() -> None:
-    errors: list[Exception] = []
-
-    def register() -> None:
-        try:
-            on_stop(lambda: None)
-        except UsageError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=register)
-    thread.start()
-    thread.join()
-    assert "must be called in the main thread" in str(errors[0])
+    with ThreadPoolExecutor() as pool, pytest.raises(UsageError, match="must be called in the main thread"):
+        pool.submit(on_stop, lambda: None).result()
 
 
 def test_the_two_ways_exclude_each_other() -> None:

@@ -74,23 +74,16 @@ def test_what_torch_did_after_the_last_line_of_the_script_is_shown() -> None:
     assert "run_on_owner" not in names
 
 
-def raised(function: Any, *args: Any) -> BaseException:
-    try:
-        function(*args)
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
-
-
 def test_an_error_that_was_not_foreseen_keeps_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong() -> None:
         raise KeyError("a mistake of smpkit's")
 
-    error = raised(wrong)
+    with pytest.raises(KeyError) as caught:
+        wrong()
     monkeypatch.setattr(tracebacks, "_OURS", (__file__,))
-    before = traceback.extract_tb(error.__traceback__)
-    tracebacks.shorten(error)
-    assert traceback.extract_tb(error.__traceback__) == before
+    before = traceback.extract_tb(caught.value.__traceback__)
+    tracebacks.shorten(caught.value)
+    assert traceback.extract_tb(caught.value.__traceback__) == before
 
 
 def test_errors_behind_an_error_are_shortened_too() -> None:
@@ -100,14 +93,18 @@ def test_errors_behind_an_error_are_shortened_too() -> None:
         except UsageError as error:
             raise ValueError("outer") from error
 
-    error = raised(outer)
-    tracebacks.shorten(error)
-    assert error.__cause__ is not None
-    assert [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)] == ["outer"]
+    with pytest.raises(ValueError, match="outer") as caught:
+        outer()
+    tracebacks.shorten(caught.value)
+    assert caught.value.__cause__ is not None
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)] == ["outer"]
 
 
 def test_an_error_of_ours_outside_any_step_shows_the_script() -> None:
-    error = raised(smp.barrier)
-    assert isinstance(error, UsageError)
-    tracebacks.shorten(error)
-    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["raised"]
+    def script() -> None:
+        smp.barrier()
+
+    with pytest.raises(UsageError) as caught:
+        script()
+    tracebacks.shorten(caught.value)
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["script"]

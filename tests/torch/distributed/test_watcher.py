@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.deadline import waiting
 from tests.deadlines import SECONDS, facts
 from tests.ranks import run_ranks
-from tests.torch.distributed.test_deadline import start, stories
+from tests.torch.distributed.test_deadline import outcome, start, stories
 from tests.torch.steps import on_ranks
 
 
@@ -53,14 +52,6 @@ def begin(look_seconds: float = 0.1) -> Spinning:
     return backend
 
 
-def message_of(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "fine"
-
-
 def one_fails(how: str) -> str:
     backend = begin()
     if smp.rank() == 1:
@@ -76,7 +67,7 @@ def one_fails(how: str) -> str:
             if how != "nothing":
                 raise RuntimeError(how)
 
-    text = message_of(smp.barrier if how == "barrier" else collective)
+    text = outcome(smp.barrier if how == "barrier" else collective)
     facts().set("heard", "")
     return text
 
@@ -96,9 +87,9 @@ def one_fails_all() -> str:
         assert failures is not None
         failures.fail_all_ranks(UsageError("ranks took different ways"))
         assert backend.ended.is_set()
-        return message_of(smp.barrier)
+        return outcome(smp.barrier)
     backend.item()
-    return message_of(smp.barrier)
+    return outcome(smp.barrier)
 
 
 def test_a_thread_that_fails_the_job_wakes_all() -> None:
@@ -117,7 +108,7 @@ def one_loses_its_connection() -> tuple[str, bool]:
         with waiting("recv_from(rank 1)", [1]):
             raise RuntimeError("Connection closed by peer")
 
-    text = message_of(receive)
+    text = outcome(receive)
     facts().set("told", "")
     return text, backend.ended.is_set()
 
@@ -144,7 +135,7 @@ def one_has_an_error(error: str | None) -> str:
         return "late"
     vars(backend)["get_error"] = lambda: ErrorType.__members__[error] if error else 1 / 0
     backend.item()
-    text = message_of(smp.barrier)
+    text = outcome(smp.barrier)
     facts().set("told", "")
     return text
 

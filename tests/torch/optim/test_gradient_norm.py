@@ -18,17 +18,16 @@ from smpkit.torch.optim.gradient_norm import global_norm, hold_gradients
 from smpkit.torch.placement.shards import TpShard, mark, take_shard
 from tests.models import MODELS
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import Training, Way, reference, world
 
 NORMS = [2.0, 1.0, 3.0, float("inf")]
 
 
-def whole_gradients(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def whole_gradients() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = {"first": (4, 3), "second": (6,), "third": (2, 2), "empty": (0,)}
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
-    }
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 def clip_plainly(norm_type: float, max_norm: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -106,30 +105,19 @@ def test_pipeline_ranks_and_a_weight_on_two_of_them_count_once(replicas: int, cl
         assert after == pytest.approx(0.25, rel=1e-5)
 
 
-def strange_gradients() -> list[float]:
+@on_ranks(2)
+def test_not_a_number_reaches_every_rank_and_half_precision_does_not_overflow() -> None:
     smp.init({"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2})
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([1.0, float("nan") if smp.rank() == 0 else 2.0, 3.0])
-    found = [smp.clip_grad_norm_(parameter, float("inf"), norm_type).item() for norm_type in NORMS]
+    assert all(smp.clip_grad_norm_(parameter, float("inf"), norm_type).isnan() for norm_type in NORMS)
     with pytest.raises(RuntimeError, match="the norm of the gradients is nan"):
         smp.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
     half = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     half.grad = torch.full((4,), 60000.0, dtype=torch.float16)
-    found.append(smp.clip_grad_norm_([half, half], 1e9).item())
-    found.append(global_norm([(half, torch.ones(4)), (parameter, torch.zeros(3))] if smp.rank() == 0 else []).item())
-    return found
-
-
-def test_not_a_number_reaches_every_rank_and_half_precision_does_not_overflow() -> None:
-    for found in run_ranks(strange_gradients, 2):
-        assert all(math.isnan(norm) for norm in found[: len(NORMS)])
-        assert found[-2] == pytest.approx(math.sqrt(8) * 59968, rel=1e-3)
-        assert found[-1] == pytest.approx(2.0)
-
-
-@smp.step
-def halved_step(model: smp.DistributedModel, x: Tensor) -> None:
-    model.backward(model(x).sum())
+    assert smp.clip_grad_norm_([half, half], 1e9).item() == pytest.approx(math.sqrt(8) * 59968, rel=1e-3)
+    norm = global_norm([(half, torch.ones(4)), (parameter, torch.zeros(3))] if smp.rank() == 0 else [])
+    assert norm.item() == pytest.approx(2.0)
 
 
 @pytest.mark.usefixtures("world")
@@ -138,7 +126,7 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
     smp.init({"fp16": True})
     model = smp.DistributedModel(nn.Linear(2, 1, bias=False))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0)
-    halved_step(model, torch.tensor([[3.0, 4.0]]))
+    model.backward(model(torch.tensor([[3.0, 4.0]])).sum())
     assert nn.utils.clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(5.0)
     assert smp.clip_grad_norm_(model, 1e9).item() == pytest.approx(0.5)
     other = nn.Parameter(torch.zeros(2))

@@ -14,15 +14,19 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.precision.cast import cast_model
 from tests.models import DROPOUT
-from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.torch.steps import on_ranks, train_step
 from tests.train import Way, checkpoint_layers, same
+
+pytestmark = pytest.mark.usefixtures("world")
 
 HALF = torch.float16
 
 
-def optimizer_of(model: nn.Module, **options: Any) -> smp.DistributedOptimizer:
-    return smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), **options)
+def begin(module: nn.Module, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+    """Start smpkit with fp16, unless told otherwise, and return a wrapped model and its optimizer."""
+    smp.init({"fp16": True} if config is None else config)
+    model = smp.DistributedModel(module)
+    return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), **options)
 
 
 def model_parameter_of(model: smp.DistributedModel) -> torch.Tensor:
@@ -51,7 +55,6 @@ class Model(nn.Module):
         return {"hidden": [hidden], "ids": ids, "text": "kept"}
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_the_model_is_cast_and_what_goes_in_and_comes_out(name: str, dtype: torch.dtype) -> None:
     smp.init({name: True})
@@ -99,7 +102,6 @@ def test_delayed_weights_stay_without_memory_and_are_those_of_float32_rounded() 
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("world")
 def test_masters_take_the_place_of_weights_with_their_state_and_marks() -> None:
     smp.init({"fp16": True})
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -129,26 +131,8 @@ def test_masters_take_the_place_of_weights_with_their_state_and_marks() -> None:
     assert [len(group) for group in optimizer.fp32_from_fp16_groups] == [4, 0]
 
 
-@pytest.mark.usefixtures("world")
-def test_small_steps_add_up_in_the_masters() -> None:
-    smp.init({"bf16": True})
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(module.weight)
-    model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**-12))
-    for _ in range(16):  # each moves 1.0 by 2^-12; bfloat16 knows steps of 2^-8 below it
-        optimizer.zero_grad()
-        model.backward(model(torch.ones(1, 1)).sum())
-        optimizer.step()
-    assert module.weight.item() == 1 - 2.0**-8
-    assert (optimizer.loss_scale, optimizer.overflow) == (1.0, False)
-
-
-@pytest.mark.usefixtures("world")
 def test_what_would_be_scaled_wrongly_is_refused() -> None:
-    smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Linear(2, 1))
-    optimizer = optimizer_of(model, static_loss_scale=128.0)
+    model, optimizer = begin(nn.Linear(2, 1), static_loss_scale=128.0)
     with pytest.raises(UsageError, match="with fp16, where the loss has a scale"):
         model(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad()
@@ -163,12 +147,9 @@ def test_what_would_be_scaled_wrongly_is_refused() -> None:
     optimizer.step()
 
 
-@pytest.mark.usefixtures("world")
 def test_clipping_is_by_the_norm_without_the_scale() -> None:
-    smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Linear(2, 1))
+    model, optimizer = begin(nn.Linear(2, 1), dynamic_loss_scale=True, init_scale=128.0)
     weight, bias = model.parameters()
-    optimizer = optimizer_of(model, dynamic_loss_scale=True, init_scale=128.0)
     model.backward(model(torch.ones(1, 2)).sum())
     assert smp.clip_grad_norm_(bias, 1.0) == pytest.approx(1.0)  # one parameter of the model
     assert smp.clip_grad_norm_(optimizer.fp32_from_fp16_groups[0], 0.5) == pytest.approx(math.sqrt(3))
@@ -184,11 +165,8 @@ def test_clipping_is_by_the_norm_without_the_scale() -> None:
     assert optimizer.overflow
 
 
-@pytest.mark.usefixtures("world")
 def test_a_model_that_diverged_is_named_once() -> None:
-    smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Linear(2, 1))
-    optimizer = optimizer_of(model, dynamic_loss_scale=True, init_scale=2.0)
+    model, optimizer = begin(nn.Linear(2, 1), dynamic_loss_scale=True, init_scale=2.0)
     masters: Any = optimizer.masters
     for scale in (1.0, 1.0, 1.0):
         optimizer.zero_grad()
@@ -201,11 +179,8 @@ def test_a_model_that_diverged_is_named_once() -> None:
         assert (optimizer.overflow, optimizer.loss_scale) == (True, scale)
 
 
-@pytest.mark.usefixtures("world")
 def test_sparse_gradients_reach_their_masters() -> None:
-    smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Embedding(4, 2, sparse=True))
-    optimizer = optimizer_of(model, static_loss_scale=8.0)
+    model, optimizer = begin(nn.Embedding(4, 2, sparse=True), static_loss_scale=8.0)
     before = model_parameter_of(model).detach().clone()
     model.backward(model(torch.tensor([1, 1])).sum())
     assert optimizer.clip_master_grads(100.0) == pytest.approx(math.sqrt(8))
@@ -213,11 +188,8 @@ def test_sparse_gradients_reach_their_masters() -> None:
     assert model_parameter_of(model).equal((before.float() - torch.tensor([0, 1, 0, 0])[:, None]).to(HALF))
 
 
-@pytest.mark.usefixtures("world")
 def test_without_half_precision_gradients_can_be_clipped_all_the_same() -> None:
-    smp.init()
-    model = smp.DistributedModel(nn.Linear(1, 1, bias=False))
-    optimizer = optimizer_of(model)
+    model, optimizer = begin(nn.Linear(1, 1, bias=False), {})
     model(torch.full((1, 1), 3.0)).sum().backward()
     assert optimizer.clip_master_grads(1.0) == 3.0
     assert next(model.parameters()).grad == pytest.approx(1.0)
@@ -228,41 +200,36 @@ def test_without_half_precision_gradients_can_be_clipped_all_the_same() -> None:
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def spoil_one_rank(config: dict[str, Any], spoiled: int) -> tuple[bool, float, bool]:
-    """Make one rank's gradient not finite after everything has been reduced, and step."""
-    smp.init({"fp16": True, "microbatches": 2, **config})
+@pytest.mark.parametrize("spoiled", [0, 1])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pipeline_parallel_degree": 2},
+        {"tensor_parallel_degree": 2, "ddp": True},
+        {"ddp": True, "shard_optimizer_state": True},
+    ],
+    ids=["pipeline", "tensor", "sharded states"],
+)
+@on_ranks(2)
+def test_an_overflow_on_one_rank_skips_the_step_of_all(config: dict[str, Any], spoiled: int) -> None:
     torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-    optimizer = optimizer_of(model, dynamic_loss_scale=True, init_scale=16.0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    config = {"fp16": True, "microbatches": 2, **config}
+    model, optimizer = begin(module, config, dynamic_loss_scale=True, init_scale=16.0)
     train_step(model, torch.ones(4, 4))
     own = [each for each in model.local_parameters() if each.grad is not None]
     before = [each.detach().clone() for each in own]
-    if smp.rank() == spoiled:
+    if smp.rank() == spoiled:  # after everything has been reduced
         assert own[0].grad is not None
         own[0].grad.fill_(math.inf)
     optimizer.step()
-    kept = all(each.equal(old) for each, old in zip(own, before, strict=True))
-    overflow, scale = optimizer.overflow, optimizer.loss_scale
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, 8.0)
+    assert all(each.equal(old) for each, old in zip(own, before, strict=True))
     optimizer.zero_grad()
     train_step(model, torch.ones(4, 4))
     optimizer.step()
     assert not optimizer.overflow
     assert not all(each.equal(old) for each, old in zip(own, before, strict=True))
-    smp.shutdown()
-    return overflow, scale, kept
-
-
-def spoil_each_rank() -> list[tuple[bool, float, bool]]:
-    configs: list[dict[str, Any]] = [
-        {"pipeline_parallel_degree": 2},
-        {"tensor_parallel_degree": 2, "ddp": True},
-        {"ddp": True, "shard_optimizer_state": True},
-    ]
-    return [spoil_one_rank(config, spoiled) for config in configs for spoiled in range(2)]
-
-
-def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
-    assert run_ranks(spoil_each_rank, 2) == [[(True, 8.0, True)] * 6] * 2
 
 
 def test_checkpointing_and_offloading_change_no_bit() -> None:

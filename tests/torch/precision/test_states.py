@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 import smpkit.torch as smp
+from tests.models import CASES, singles
 from tests.ranks import run_ranks
-from tests.torch.checkpoints.test_background_states import held_back
+from tests.torch.steps import on_ranks
+from tests.train import Training, Way, batch, build
 
-SCALE = {"init_scale": 2.0**12, "scale_window": 2}
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+CASE = replace(CASES["Sequential"], batch=singles, dtype=torch.float32)
+SCALING = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**12, "scale_window": 2}}
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
-
-
-@smp.step
-def train_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss = functional.cross_entropy(model(inputs), targets)
-    model.backward(loss)
-    return loss
-
-
-class Job:
+class Job(Training):
     """A training that can be saved and go on elsewhere."""
 
-    def __init__(self, degree: int = 1, half: str = "fp16", microbatches: int = 2, **config: Any) -> None:
-        smp.init({half: True, "pipeline_parallel_degree": degree, "microbatches": microbatches, **config})
-        self.model = smp.DistributedModel(build())
-        self.optimizer = smp.DistributedOptimizer(
-            torch.optim.AdamW(self.model.parameters(), lr=0.01), dynamic_loss_scale=True, dynamic_loss_args=SCALE
-        )
+    def __init__(self, degree: int = 1) -> None:
+        way = Way(pipeline=degree, microbatches=2, optimizer="AdamW", config={"fp16": True}, scaling=SCALING)
+        smp.init(way.init)
+        super().__init__(CASE, way)
 
     def train(self, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            self.optimizer.zero_grad()
-            losses.append(train_step(self.model, *batch(step)).reduce_mean().item())
-            self.optimizer.step()
-        return losses
+        return [self.step(*batch(CASE, number, 8)).reduce_mean().item() for number in steps]
 
     def end(self) -> tuple[float, dict[str, torch.Tensor]]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -69,13 +45,10 @@ def train_straight() -> tuple[list[float], float, dict[str, torch.Tensor]]:
     return losses, *job.end()
 
 
-def save(folder: str, degree: int, blocking: bool) -> None:
+def save(folder: str, degree: int) -> None:
     job = Job(degree)
     job.train(range(3))
-    with contextlib.nullcontext() if blocking else held_back():
-        smp.save_checkpoint(folder, "three", blocking=blocking)
-        job.train(range(3, 5))
-    smp.shutdown()
+    smp.save_checkpoint(folder, "three")
 
 
 def resume(folder: str, degree: int) -> tuple[list[float], float, dict[str, torch.Tensor]]:
@@ -85,12 +58,10 @@ def resume(folder: str, degree: int) -> tuple[list[float], float, dict[str, torc
     return losses, *job.end()
 
 
-@pytest.mark.parametrize(("before", "after", "blocking"), [(1, 1, True), (2, 1, True), (1, 2, True), (2, 2, False)])
-def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(
-    tmp_path: Path, before: int, after: int, blocking: bool
-) -> None:
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(tmp_path: Path, before: int, after: int) -> None:
     ((losses, scale, masters),) = run_ranks(train_straight, 1)
-    run_ranks(save, before, str(tmp_path), before, blocking)
+    run_ranks(save, before, str(tmp_path), before)
     ranks = run_ranks(resume, after, str(tmp_path), after)
     names = {path.name for path in (tmp_path / "three_partial").iterdir()}
     assert {f"optimizer_{rank}_0_0.safetensors" for rank in range(before)} <= names
@@ -104,8 +75,9 @@ def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(
         torch.testing.assert_close(master, masters[name], rtol=0, atol=0)
 
 
-def state_dicts_over_a_pipeline() -> bool:
-    """Load into a pipeline that is not partitioned yet: it waits, and is what `state_dict` returns meanwhile."""
+@on_ranks(2)
+def test_state_dicts_of_a_pipeline_load_before_its_first_step() -> None:
+    """It is not partitioned yet: what is loaded waits, and is what `state_dict` returns meanwhile."""
     job = Job(2)
     job.train(range(3))
     weights = {name: value.clone() for name, value in job.model.state_dict().items()}
@@ -118,11 +90,7 @@ def state_dicts_over_a_pipeline() -> bool:
     assert again.optimizer.state_dict()["state"].keys() == kept["state"].keys()
     assert again.train(range(3, 5)) == losses
     assert again.optimizer.loss_scale == scale
-    return all(master.equal(masters[name]) for name, master in again.end()[1].items())
-
-
-def test_state_dicts_of_a_pipeline_load_before_its_first_step() -> None:
-    assert run_ranks(state_dicts_over_a_pipeline, 2) == [True, True]
+    assert all(master.equal(masters[name]) for name, master in again.end()[1].items())
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
@@ -148,9 +116,9 @@ def test_masters_follow_what_is_loaded_into_the_model_and_keep_what_rounds_to_it
 @pytest.mark.usefixtures("world")
 def test_the_state_of_an_optimizer_in_float32_loads() -> None:
     smp.init()
-    module = build()
+    module = build(CASE)
     plain = torch.optim.AdamW(module.parameters(), lr=0.5)
-    module(batch(0)[0]).sum().backward()
+    module(batch(CASE, 0, 8)[0]).sum().backward()
     plain.step()
     smp.shutdown()
     job = Job()

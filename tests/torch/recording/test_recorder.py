@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,30 +25,38 @@ from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks
 from tests.torch.steps import train_step
 
+pytestmark = pytest.mark.usefixtures("world")
+
 WIDTH, MICROBATCHES, STEPS, SLEEP = 64, 4, 6, 0.03
 
 
-class _Sleep(torch.autograd.Function):
-    """Takes time forward, and twice of it backward, and no computing: ranks overlap on any machine."""
+class _Work(torch.autograd.Function):
+    """Does some work forward, and twice of it backward."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        time.sleep(SLEEP)
+    def forward(ctx: Any, value: torch.Tensor, work: Callable[[str, int], None]) -> torch.Tensor:
+        ctx.work = work
+        work("forward", 1)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        time.sleep(2 * SLEEP)
-        return gradients[0]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.work("backward", 2)
+        return gradients[0], None
 
 
-class Sleeper(nn.Module):
-    def __init__(self) -> None:
+class Worker(nn.Module):
+    def __init__(self, work: Callable[[str, int], None]) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.work = nn.Linear(WIDTH, WIDTH), work
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(self.linear(value))
+        return _Work.apply(self.linear(value), self.work)
+
+
+def sleep(_: str, times: int) -> None:
+    """Take time, and no computing: ranks overlap on any machine."""
+    time.sleep(times * SLEEP)
 
 
 @smp.step
@@ -65,9 +74,9 @@ class DeviceClock:
         self.host_ns, self.free_ns = 10**9, 0
         self.told: list[str] = []
 
-    def launch(self, what: str, seconds: float) -> None:
-        self.told.append(f"{what} {seconds}")
-        self.free_ns = max(self.free_ns, self.host_ns) + round(seconds * 1e9)
+    def launch(self, what: str, times: int) -> None:
+        self.told.append(what)
+        self.free_ns = max(self.free_ns, self.host_ns) + round(times * LAUNCHED * 1e9)
 
     def perf_counter_ns(self) -> int:
         self.host_ns += 1000
@@ -92,31 +101,9 @@ class DeviceEvent:
         return (later.at_ns - self.at_ns) / 1e6
 
 
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, clock: DeviceClock) -> torch.Tensor:
-        ctx.clock = clock
-        clock.launch("forward", LAUNCHED)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.clock.launch("backward", 2 * LAUNCHED)
-        return gradients[0], None
-
-
-class Launcher(nn.Module):
-    def __init__(self, clock: DeviceClock) -> None:
-        super().__init__()
-        self.linear, self.clock = nn.Linear(WIDTH, WIDTH), clock
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return _Launch.apply(self.linear(value), self.clock)
-
-
 def train(degree: int, steps: int = 2) -> None:
     smp.init({"pipeline_parallel_degree": degree, "microbatches": MICROBATCHES, "skip_tracing": True, "ddp": True})
-    model = smp.DistributedModel(nn.Sequential(*(Sleeper() for _ in range(degree))))
+    model = smp.DistributedModel(nn.Sequential(*(Worker(sleep) for _ in range(degree))))
     for _ in range(steps):
         train_step(model, torch.ones(MICROBATCHES, WIDTH))
     smp.shutdown()
@@ -182,7 +169,6 @@ def test_without_a_pipeline_microbatches_and_reduction_are_recorded(tmp_path: Pa
     assert trace_problems(chrome_trace(run)) == []
 
 
-@pytest.mark.usefixtures("world")
 def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
     smp.init({"microbatches": 1})
@@ -193,7 +179,6 @@ def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch
     assert [event.name for event in log.events if isinstance(event, Mark)] == ["ValueError in step 0"]
 
 
-@pytest.mark.usefixtures("world")
 def test_a_full_disk_ends_the_record_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,7 +201,6 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     smp.shutdown()
 
 
-@pytest.mark.usefixtures("world")
 def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,12 +210,12 @@ def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_
     monkeypatch.setattr(devices, "wait_for_stream", clock.wait_for_stream)
     monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
     smp.init({"microbatches": MICROBATCHES})
-    model = smp.DistributedModel(Launcher(clock))
+    model = smp.DistributedModel(Worker(clock.launch))
     train_step(model, torch.ones(MICROBATCHES, WIDTH))
     with pytest.raises(ValueError, match="boo"):
         failing_step(model, torch.ones(MICROBATCHES, WIDTH))
     smp.shutdown()
-    launches = [f"forward {LAUNCHED}", f"backward {2 * LAUNCHED}"] * MICROBATCHES
+    launches = ["forward", "backward"] * MICROBATCHES
     # Before a step, for what came before it; the one that fails waits for nothing at its end.
     assert clock.told == ["the host waits", *launches, "the host waits", "the host waits"]
     step = executed_step(read_run(tmp_path), 0)
@@ -247,7 +231,6 @@ def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_
     assert trace_problems(chrome_trace(read_run(tmp_path))) == []
 
 
-@pytest.mark.usefixtures("world")
 def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(recorder.EVENTS_DIR, raising=False)
@@ -255,7 +238,6 @@ def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("world")
 def test_in_the_folder_of_a_run_a_sample_of_the_steps_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +260,6 @@ def recording() -> recorder.Recorder:
     return found
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("text", ["0", "-1", "many", ""])
 def test_a_limit_that_is_no_number_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))

@@ -9,7 +9,7 @@ import torch
 import smpkit.torch as smp
 from smpkit.torch.recording import recorder
 from smpkit.torch.recording.run_meter import STALL, RunMeter, Sampling, StepParts, parts_of
-from tests.torch.recording.test_recorder import SLEEP, WIDTH, Sleeper
+from tests.torch.recording.test_recorder import SLEEP, WIDTH, Worker, recording, sleep
 from tests.torch.steps import train_step
 
 MS = 1_000_000
@@ -93,7 +93,7 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
 ) -> None:
     monkeypatch.delenv(recorder.QUIET)
     smp.init({"microbatches": 2})
-    model = smp.DistributedModel(Sleeper())
+    model = smp.DistributedModel(Worker(sleep))
     optimizer = smp.DistributedOptimizer(SlowOptimizer(model.parameters(), lr=0.1))
     began = []
     for _ in range(8):
@@ -101,14 +101,13 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
         train_step(model, torch.ones(6, WIDTH))
         optimizer.step()
         time.sleep(0.01)
-    found = recorder.latest_recorder()
-    assert found is not None
-    found.meter.add_optimizer(time.perf_counter_ns(), time.perf_counter_ns())
-    split, clock = found.meter.split(), (time.perf_counter() - began[2]) / 6
+    meter = recording().meter
+    meter.add_optimizer(time.perf_counter_ns(), time.perf_counter_ns())
+    split, clock = meter.split(), (time.perf_counter() - began[2]) / 6
     assert split.total == pytest.approx(clock, rel=0.02)
     assert split.compute >= 2 * 3 * SLEEP
     assert split.optimizer >= 0.015
     assert split.other >= 0.01
     assert split.compute + split.optimizer + split.other == pytest.approx(split.total, rel=0.02)
-    assert found.meter.samples == 6
+    assert meter.samples == 6
     smp.shutdown()
