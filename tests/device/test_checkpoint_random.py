@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import smpkit.torch as smp
 from tests.device.ranks import run_on_gpu
 from tests.models import plainly
+from tests.torch.steps import over_ranks
 
 _WIDTH, _LENGTH, _HEADS = 128, 64, 2
 _KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
@@ -56,13 +57,10 @@ def train_step(model: Any, x: Tensor) -> Tensor:
 
 def train(call: Any, chance: float, kernel: str, degree: int) -> dict[str, Any]:
     """Return losses, and gradients of what this rank holds, of two steps."""
-    by_hand = {"auto_partition": False, "default_partition": 0} if degree > 1 else {}
-    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True, **by_hand})
     torch.manual_seed(7)
     module = Model(call, chance, kernel)
-    for index, layer in enumerate(module.layers if degree > 1 else ()):
-        smp.set_partition(layer, index // 2)
-    model = smp.DistributedModel(module)
+    places = {layer: index * degree // len(module.layers) for index, layer in enumerate(module.layers)}
+    model = over_ranks(module, places, microbatches=2)
     losses = []
     for step in range(2):
         model.zero_grad()
