@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from smpkit.torch.compat import cuda_on_cpu
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 cuda: Any = torch.cuda
 PAGE = Path(__file__).parents[2] / "docs/how-to/migrate-from-smp-v1.md"
@@ -92,24 +92,14 @@ def check_tensors() -> None:
     assert inside["seen"] == ("cpu", False)
 
 
-CHECKS: list[Callable[[], None]] = [
-    check_device,
-    check_what_has_no_effect,
-    check_memory,
-    check_autocast_and_scaler,
-    check_types,
-    check_tensors,
-]
-
-
-def run_check(number: int) -> None:
+@pytest.mark.parametrize(
+    "check",
+    [check_device, check_what_has_no_effect, check_memory, check_autocast_and_scaler, check_types, check_tensors],
+)
+@on_ranks(1)
+def test_what_scripts_use_of_cuda_works_on_the_cpu(check: Callable[[], None]) -> None:
     cuda_on_cpu.install({"SMPKIT_CUDA_ON_CPU": "1"})
-    CHECKS[number]()
-
-
-@pytest.mark.parametrize("number", range(len(CHECKS)), ids=[check.__name__ for check in CHECKS])
-def test_what_scripts_use_of_cuda_works_on_the_cpu(number: int) -> None:
-    run_ranks(run_check, 1, number)
+    check()
 
 
 def test_the_page_names_all_of_it() -> None:

@@ -16,6 +16,7 @@ import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
 from smpkit.errors import UsageError
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 STEPS = 3
 
@@ -95,16 +96,17 @@ def test_scripts_that_switch_initialisation_off_train_one_model_at_every_degree(
 # --- what the script has loaded stays ---------------------------------------------------------------------------------
 
 
-def loads(folder: str) -> None:
+@on_ranks(2)
+def test_what_was_loaded_stays(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     import_v1()
     torch.manual_seed(1)
-    gpt2().save_pretrained(folder)
+    gpt2().save_pretrained(tmp_path)
     for way in ("from_pretrained", "load_state_dict", "a part", "assign"):
         start(2)
         with smp.tensor_parallelism():
-            module: Any = GPT2LMHeadModel.from_pretrained(folder) if way == "from_pretrained" else gpt2()
+            module: Any = GPT2LMHeadModel.from_pretrained(tmp_path) if way == "from_pretrained" else gpt2()
         if way == "a part":
             module.transformer.load_state_dict(gpt2().transformer.state_dict())
         elif way != "from_pretrained":
@@ -114,10 +116,6 @@ def loads(folder: str) -> None:
         for name, value in kept.items():
             assert torch.equal(value, expected[name]), (way, name)
         smp.shutdown()
-
-
-def test_what_was_loaded_stays(tmp_path: Path) -> None:
-    run_ranks(loads, 2, str(tmp_path))
 
 
 def one_rank_loads(loading: int) -> None:
@@ -181,17 +179,15 @@ def elsewhere() -> None:
         smp.shutdown()
 
 
-def on_one_rank() -> None:
-    keywords()
-    single_modules()
-
-
-def on_two_ranks() -> None:
-    elsewhere()  # first: the others import v1's name
-    one_rank_loads(0)
-    one_rank_loads(1)
-
-
-def test_who_decides() -> None:
-    run_ranks(on_one_rank, 1)
-    run_ranks(on_two_ranks, 2)
+@pytest.mark.parametrize(
+    ("ranks", "decide", "arguments"),
+    [
+        (1, keywords, ()),
+        (1, single_modules, ()),
+        (2, elsewhere, ()),
+        (2, one_rank_loads, (0,)),
+        (2, one_rank_loads, (1,)),
+    ],
+)
+def test_who_decides(ranks: int, decide: Any, arguments: tuple[int, ...]) -> None:
+    run_ranks(decide, ranks, *arguments)

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,21 +19,7 @@ import torch
 from smpkit.drop_in import STARTUP_PATH, after_import, removed_names
 from smpkit.errors import UnsupportedError
 from tests.compat.commands import run_compat
-from tests.ranks import run_ranks
-
-
-def stand_ins(function: str) -> None:
-    """Run one of the checks below in a process of its own, into which the stand-ins are imported."""
-    after_import.install()
-    globals()[function]()
-
-
-CHECKS = ["amp_c", "apex_c", "refused_names", "flash_attention", "six"]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_stand_in_does_what_scripts_ask_of_it(check: str) -> None:
-    run_ranks(stand_ins, 1, f"check_{check}")
+from tests.torch.steps import on_ranks
 
 
 def check_amp_c() -> None:
@@ -112,6 +99,17 @@ def check_six() -> None:
     assert six.inf == float("inf")
     assert isinstance("a", six.string_classes)
     assert isinstance([], six.container_abcs.Sequence)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_amp_c, check_apex_c, check_refused_names, check_flash_attention, check_six],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
+@on_ranks(1)
+def test_a_stand_in_does_what_scripts_ask_of_it(check: Callable[[], None]) -> None:
+    after_import.install()
+    check()
 
 
 def test_names_are_added_to_modules_that_lack_them(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.torch.compat.trainer import SmpTrainer
 from tests.compat.commands import run_on_ranks, run_script
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate, of the `dev` extra"
@@ -103,12 +103,10 @@ class _Own(SmpTrainer, _Original):
         return self.optimizer
 
 
-def _asked_twice() -> bool:
+@on_ranks(1)
+def test_a_subclass_that_wraps_its_optimizer_is_asked_for_it_once() -> None:
     smp.init()
     trainer: Any = _Own(nn.Linear(1, 1))
     optimizer = trainer.create_optimizer()
-    return isinstance(optimizer, smp.DistributedOptimizer) and trainer.create_optimizer() is optimizer
-
-
-def test_a_subclass_that_wraps_its_optimizer_is_asked_for_it_once() -> None:
-    assert run_ranks(_asked_twice, 1) == [True]
+    assert isinstance(optimizer, smp.DistributedOptimizer)
+    assert trainer.create_optimizer() is optimizer

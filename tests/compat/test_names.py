@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ from smpkit.drop_in import DROP_IN_PATH
 from smpkit.torch.compat.utils import dump_model, verify
 from tests.compat.signatures import SIGNATURES
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 # Names that are no calls; calls are in `signatures.py`.
 PACKAGE = """
@@ -116,8 +118,9 @@ def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def names_and_numbers(folder: str) -> list[Any]:
-    """Return the names that helpers for state dicts ask for, and what `verify` says of a model after a step."""
+@on_ranks(4)
+def test_names_and_numbers_of_parameters(tmp_path: Path) -> None:
+    """See what helpers for state dicts ask for, and what `verify` says of a model after a step."""
     options = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "auto_partition": False}
     smp.init(options | {"default_partition": 0, "prescaled_batch": True})
     torch.manual_seed(0)
@@ -125,31 +128,15 @@ def names_and_numbers(folder: str) -> list[Any]:
     smp.set_partition(model.module.outer, 1)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     train_step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))
-    dump_model(model, Path(folder) / "dump")
-    verify(model, Path(folder) / "dump")
+    dump_model(model, tmp_path / "dump")
+    verify(model, tmp_path / "dump")
     optimizer.step()
-    said = ""
-    try:
-        verify(model, Path(folder) / "dump")
-    except AssertionError as error:
-        said = str(error).splitlines()[0]
-    names = smp.state.param_index_to_name_tp_group
-    assert names == [{number: name for name, number in each.items()} for each in smp.state.param_name_to_index_tp_group]
-    assert list(optimizer._param_id_to_index().values()) == list(range(6))
-    local = sorted(
-        optimizer.param_name_to_index()[name] for name, _ in model.module.named_parameters() if _is_here(name)
-    )
-    assert sorted(optimizer._param_index_to_param_local()) == local
-    return [names, said]
-
-
-def _is_here(name: str) -> bool:
-    return name.startswith("inner") == (smp.pp_rank() == 0)
-
-
-def test_names_and_numbers_of_parameters(tmp_path: Path) -> None:
-    found = run_ranks(names_and_numbers, 4, str(tmp_path))
+    with pytest.raises(AssertionError, match="Tensor-likes are not close!"):
+        verify(model, tmp_path / "dump")
     names = ["inner.weight", "inner.bias", "outer.0.weight", "outer.0.bias", "outer.1.weight", "outer.1.bias"]
-    for by_tp_rank, said in found:
-        assert by_tp_rank == [dict(enumerate(names))] * 2
-        assert said == "Tensor-likes are not close!"
+    assert smp.state.param_index_to_name_tp_group == [dict(enumerate(names))] * 2
+    assert smp.state.param_name_to_index_tp_group == [{name: number for number, name in enumerate(names)}] * 2
+    assert list(optimizer._param_id_to_index().values()) == list(range(6))
+    here = [name for name in names if name.startswith("inner") == (smp.pp_rank() == 0)]
+    numbers = optimizer.param_name_to_index()
+    assert sorted(optimizer._param_index_to_param_local()) == sorted(numbers[name] for name in here)

@@ -12,6 +12,7 @@ import smpkit.torch as smp
 from tests.compat.test_fresh_weights import gpt2 as small_gpt2
 from tests.compat.test_fresh_weights import import_v1, tokens, train_step
 from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 
 STEPS = 4
 
@@ -61,7 +62,7 @@ def plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1)])
 def test_one_model_at_every_degree(saved: int, resumed: int, tmp_path: Path) -> None:
-    losses, half = plainly()
+    [(losses, half)] = run_ranks(plainly, 1)
     first = run_ranks(train, saved, saved, str(tmp_path), True, 2, False)
     then = run_ranks(train, resumed, resumed, str(tmp_path), False, 0, True)
     for each in first:
@@ -75,12 +76,9 @@ def test_one_model_at_every_degree(saved: int, resumed: int, tmp_path: Path) -> 
         torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-6)
 
 
-def unreplaced() -> str:
+@on_ranks(1)
+def test_elsewhere_one_rank_keeps_the_modules_of_the_script() -> None:
     smp.init()
     with smp.tensor_parallelism():
         module = gpt2()
-    return type(smp.DistributedModel(module).module).__name__
-
-
-def test_elsewhere_one_rank_keeps_the_modules_of_the_script() -> None:
-    assert run_ranks(unreplaced, 1) == ["GPT2LMHeadModel"]
+    assert type(smp.DistributedModel(module).module).__name__ == "GPT2LMHeadModel"

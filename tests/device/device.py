@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final
-from unittest import mock
 
 import torch
 
@@ -26,6 +24,7 @@ from smpkit.testing import simulated_device
 from smpkit.torch.offload import arena
 from smpkit.torch.offload.link import AcceleratorLink
 from tests.chosen_device import VARIABLE, chosen_device
+from tests.device.on_sim import in_virtual_time
 from tests.simulated import in_order, order_of
 
 _ORDER: Final = order_of(chosen_device())
@@ -117,16 +116,8 @@ def in_device_time() -> Iterator[None]:
         yield
         return
     gpu()
-    simulated_device.set_policy("timed")
-    with (
-        mock.patch.object(time, "perf_counter", simulated_device.now),
-        mock.patch.object(time, "perf_counter_ns", _now_ns),
-    ):
+    with in_virtual_time():
         yield
-
-
-def _now_ns() -> int:
-    return round(simulated_device.now() * 1e9)
 
 
 def new_stream() -> Any:

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import importlib
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from smpkit.testing import simulated_device
 from tests.chosen_device import VARIABLE
@@ -61,6 +63,21 @@ def call_pickled(call: bytes) -> Any:
     """
     function, arguments = pickle.loads(call)
     return function(**arguments)
+
+
+@contextlib.contextmanager
+def in_virtual_time() -> Iterator[None]:
+    """Let all be done when its time has come; the host's clock is the device's."""
+    simulated_device.set_policy("timed")
+    with (
+        mock.patch.object(time, "perf_counter", simulated_device.now),
+        mock.patch.object(time, "perf_counter_ns", _now_ns),
+    ):
+        yield
+
+
+def _now_ns() -> int:
+    return round(simulated_device.now() * 1e9)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,9 @@ from smpkit import OffloadModel, OffloadOptimizer, offload_activations
 from tests.device.device import current_stream, default_stream, gpu, new_stream, on_stream, sleep, synchronize
 from tests.device.models import Checkpointed, layers
 from tests.device.ranks import run_on_gpu
+from tests.models import CASES
 from tests.torch.steps import train_step
+from tests.train import Way, checkpoint_layers, trace_of, training
 
 _CYCLES = 400_000_000
 """A fifth of a second on the GPU's clock."""
@@ -32,39 +34,30 @@ def batch(step: int) -> Tensor:
 # --- a default device -------------------------------------------------------------------------------------------------
 
 
-def weights_of_a_pipeline(default: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Train over two ranks, with a default device or without, through collectives of objects too."""
-    module, batches = LAYERS(), [batch(step) for step in range(4)]
+def trained_with(default: str | None, way: Way) -> tuple[list[Any], dict[str, Tensor]]:
+    """Train with a default device or without; return what all ranks tell each other of it, and this rank's weights."""
     torch.set_default_device(default)
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True, **options})
-    model = smp.DistributedModel(module)
-    if options.get("offload_activations"):
-        smp.set_activation_checkpointing(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = []
-    for x in batches:
-        optimizer.zero_grad()
-        losses.append(train_step(model, x).reduce_mean().item())
-        optimizer.step()
-    smp.barrier()
-    everyone = smp.allgather({"rank": smp.rank(), "loss": losses[-1]}, smp.WORLD)
-    held = {name: value for name, value in model.local_state_dict().items() if isinstance(value, Tensor)}
-    smp.shutdown()
+    with training(CASES["ModuleList and a loop"], way) as trained:
+        losses = [trained.run(number)[0].tolist() for number in range(len(way.batches))]
+        everyone = smp.allgather({"rank": smp.rank(), "losses": losses}, smp.WORLD)
+        values = trace_of([], trained.model).values
     torch.set_default_device(None)
-    return {"losses": losses, "everyone": everyone, **held}
+    return everyone, values
 
 
 @pytest.mark.parametrize(
-    "options",
+    "config",
     [{}, {"virtual_pipeline_degree": 2}, {"pipeline": "zero_bubble"}, {"offload_activations": True}, {"bf16": True}],
     ids=["", "virtual stages", "zero bubble", "offload", "bf16"],
 )
-def test_the_gpu_as_default_device_changes_nothing(options: dict[str, Any]) -> None:
-    ours = run_on_gpu(weights_of_a_pipeline, gpu().type, options)
-    for found, expected in zip(ours, run_on_gpu(weights_of_a_pipeline, None, options), strict=True):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert found[name].equal(value) if isinstance(value, Tensor) else found[name] == value, name
+def test_the_gpu_as_default_device_changes_nothing(config: dict[str, Any]) -> None:
+    prepare = checkpoint_layers if "offload_activations" in config else None
+    way = Way(2, optimizer="AdamW", config=config, prepare=prepare)
+    ours, plain = (run_on_gpu(trained_with, default, way) for default in (gpu().type, None))
+    for (everyone, values), (as_before, expected) in zip(ours, plain, strict=True):
+        assert everyone == as_before
+        assert values.keys() == expected.keys()
+        assert all(map(torch.equal, values.values(), expected.values()))
 
 
 def test_offloading_works_where_the_gpu_is_the_default_device() -> None:

@@ -13,69 +13,56 @@ import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from tests.device.device import gpu
 from tests.device.ranks import run_on_gpu
+from tests.torch.steps import over_ranks
 from tests.torch.test_amp import INIT, batch, build, overflow_on_the_last_rank, spoil, spoils
+from tests.train import Plain, in_turn
 
 _SCALES = [INIT, INIT / 2, INIT / 4, INIT / 4, INIT / 2, INIT / 2]
 
 
-def train_plainly(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
-    model = build().to(gpu())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(gpu().type, init_scale=INIT, growth_interval=2)
-    scales = []
-    for step in range(6):
-        optimizer.zero_grad()
-        spoil(model, spoils(step))
-        for part in batch(step).to(gpu()).chunk(2):
-            with torch.autocast(gpu().type, dtype):
-                loss = model(part).float().square().mean()
-            (scaler.scale(loss) / 2).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return {name: value.cpu() for name, value in model.state_dict().items()}, scales
-
-
-@smp.step
-def train_step(model: Any, inputs: Tensor, scaler: Any, dtype: torch.dtype) -> Tensor:
+def scaled_step(model: Any, inputs: Tensor, scaler: Any, dtype: torch.dtype) -> Tensor:
     with torch.autocast(gpu().type, dtype):
         loss = model(inputs).float().square().mean()
     model.backward(scaler.scale(loss))
     return loss
 
 
-def train(degree: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
-    by_hand = {"auto_partition": False, "default_partition": 0} if degree == 2 else {}
-    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, **by_hand})
-    module = build()
-    if degree == 2:
-        smp.set_partition(module[1], 1)
-    model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-    scaler = smp.amp.GradScaler(INIT, growth_interval=2)
+train_step = smp.step(scaled_step)
+
+
+def train(step: Any, model: Any, layers: nn.Sequential, optimizer: Any, scaler: Any, dtype: Any) -> list[float]:
+    """Train for some steps, and return the scale after each."""
     scales = []
-    for step in range(6):
+    for number in range(6):
         optimizer.zero_grad()
-        spoil(module, spoils(step))
-        train_step(model, batch(step), scaler, dtype)
+        spoil(layers, spoils(number))
+        step(model, batch(number).to(gpu()), scaler, dtype)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    held = {name: value for name, value in model.local_state_dict().items() if isinstance(value, Tensor)}
-    smp.shutdown()
-    return held, scales
+    return scales
+
+
+def train_over_ranks(degree: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
+    layers = build()
+    model = over_ranks(layers, {layers[1]: degree - 1}, microbatches=2)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    scales = train(train_step, model, layers, optimizer, smp.amp.GradScaler(INIT, growth_interval=2), dtype)
+    return {name: value.detach() for name, value in model.local_named_parameters()}, scales
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_training_equals_torchs_scaler(degree: int, dtype: torch.dtype) -> None:
     """An overflow of one rank skips the step of both, and the scale is torch's."""
-    weights, scales = train_plainly(dtype)
-    assert scales == _SCALES
-    for held, ours in run_on_gpu(train, degree, dtype, size=degree):
-        assert ours == scales
+    layers = build().to(gpu())
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(gpu().type, init_scale=INIT, growth_interval=2)
+    assert train(in_turn(scaled_step, 2), Plain(layers, 2), layers, optimizer, scaler, dtype) == _SCALES
+    for held, scales in run_on_gpu(train_over_ranks, degree, dtype, size=degree):
+        assert scales == _SCALES
         for name, value in held.items():
-            torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(value, layers.get_parameter(name).detach().cpu(), rtol=1e-3, atol=1e-3)
 
 
 def test_an_overflow_of_one_pipeline_rank_skips_the_step_of_all() -> None:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import smpkit.torch as smp
 from tests.device.ranks import run_on_gpu
 from tests.models import plainly
+from tests.torch.steps import over_ranks
 
 _WIDTH, _LENGTH, _HEADS = 128, 64, 2
 _KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
@@ -46,10 +47,6 @@ class Model(nn.Module):
         return x
 
 
-def checkpointed(module: nn.Module, x: Tensor) -> Any:
-    return smp.checkpoint(module, x)
-
-
 @smp.step
 def train_step(model: Any, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -60,13 +57,10 @@ def train_step(model: Any, x: Tensor) -> Tensor:
 
 def train(call: Any, chance: float, kernel: str, degree: int) -> dict[str, Any]:
     """Return losses, and gradients of what this rank holds, of two steps."""
-    by_hand = {"auto_partition": False, "default_partition": 0} if degree > 1 else {}
-    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True, **by_hand})
     torch.manual_seed(7)
     module = Model(call, chance, kernel)
-    for index, layer in enumerate(module.layers if degree > 1 else ()):
-        smp.set_partition(layer, index // 2)
-    model = smp.DistributedModel(module)
+    places = {layer: index * degree // len(module.layers) for index, layer in enumerate(module.layers)}
+    model = over_ranks(module, places, microbatches=2)
     losses = []
     for step in range(2):
         model.zero_grad()
@@ -94,7 +88,7 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 0, 
 @pytest.mark.parametrize("kernel", _KERNELS)
 @pytest.mark.parametrize("degree", [1, 2])
 def test_gradients_are_the_bits_of_a_plain_call(degree: int, kernel: str) -> None:
-    assert_close(found(checkpointed, 0.3, kernel, degree), found(plainly, 0.3, kernel, degree))
+    assert_close(found(smp.checkpoint, 0.3, kernel, degree), found(plainly, 0.3, kernel, degree))
     assert found(plainly, 0.3, kernel, degree)["losses"] != found(plainly, 0.0, kernel, 1)["losses"]
 
 

@@ -10,13 +10,7 @@ import torch
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.recording.run_meter import Sampling
-from tests.device.device import (
-    IS_SIMULATED,
-    current_stream,
-    gpu,
-    waiting_is_an_error,
-    waits_of,
-)
+from tests.device.device import IS_SIMULATED, current_stream, gpu, waiting_is_an_error, waits_of
 from tests.device.ranks import run_on_gpu
 from tests.models import DROPOUT, DroppingLayer
 from tests.train import KINDS, batch, training

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,10 +116,7 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 @pytest.mark.real_gpu("measures kernels that run beside copies, at sizes that a CPU is too slow for")
 def test_boundaries_cost_no_time(model: Decoder, x: Tensor, record_property: Note) -> None:
     """A step takes 2 % longer at most."""
-
-    def step() -> None:
-        train_step(model, x)
-
+    step = partial(train_step, model, x)
     for _ in range(2):
         step()
     theirs = min(seconds_of(step) for _ in range(_TURNS))
@@ -146,10 +144,7 @@ def test_the_reports_stall_is_what_the_step_takes_longer(record_property: Note) 
     model = Decoder(_NARROW, 4, 2 * _LAYERS).to(gpu(), torch.bfloat16)
     model.is_checkpointed = True
     x = torch.randn(_TOKENS // 512, 512, _NARROW, device=gpu(), dtype=torch.bfloat16)
-
-    def step() -> None:
-        train_step(model, x)
-
+    step = partial(train_step, model, x)
     for _ in range(3):
         step()
     theirs = min(seconds_of(step) for _ in range(5))

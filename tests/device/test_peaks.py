@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,10 +73,7 @@ def test_no_more_boundaries_are_there_than_are_on_their_way(lead: int, record_pr
     # Gradients of weights grow by three boundaries per block in backward: the peak would be at its end, with either.
     model.requires_grad_(False)
     x = torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16, requires_grad=True)
-
-    def step() -> None:
-        train_step(model, x)
-
+    step = partial(train_step, model, x)
     step()
     theirs = peak_of(step)
     with offload_activations(model, lead=lead) as offload:
@@ -134,10 +132,7 @@ def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property
     if kind == "activations":
         decoder = inner.to(gpu(), torch.bfloat16)
         offload_activations(decoder)
-
-        def step() -> None:
-            train_step(decoder, x)
-
+        step: Callable[[], object] = partial(train_step, decoder, x)
     else:
         model = OffloadModel(
             nn.Sequential(*inner.layers), gpu(), num_slices=6, checkpoint_activation=True, dtype=torch.bfloat16

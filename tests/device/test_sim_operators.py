@@ -106,10 +106,7 @@ def checkpointing() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("sim")
     x = torch.randn(64, 8, device="sim", requires_grad=True)
     found = []
-    for run in (
-        model,
-        lambda x: checkpoint(model, x, use_reentrant=False),
-    ):
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
         torch.manual_seed(7)
         (gradient,) = torch.autograd.grad(run(x).square().sum(), x)
         found.append(gradient.cpu())

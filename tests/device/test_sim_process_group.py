@@ -122,10 +122,7 @@ def queries() -> list[bool]:
     found = []
     x = torch.ones(1000, device="sim")
     for _ in range(20):
-        if rank == 0:
-            work = dist.isend(x, 1)
-        else:
-            work = dist.irecv(x, 0)
+        work = dist.irecv(x, 0) if rank else dist.isend(x, 1)
         assert work is not None
         while not work.is_completed():
             found.append(False)

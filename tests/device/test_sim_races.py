@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Race, RaceFound
-from tests.device.on_sim import ORDERS, naming, on_sim, run_on_sim
+from tests.device.on_sim import ORDERS, naming, on_sim
 
 
 def races_of(check: Callable[[bool], None], policy: str, ordered: bool) -> list[Race]:
@@ -96,32 +97,19 @@ CHECKS = {
 }
 
 
-def find_all() -> dict[tuple[str, str], tuple[list[Race], list[Race]]]:
-    return {
-        (check.__name__, policy): (races_of(check, policy, True), races_of(check, policy, False))
-        for check in CHECKS
-        for policy in simulated_device.POLICIES
-    }
-
-
+@on_sim()
 def test_every_missing_wait_is_found_and_no_other() -> None:
-    ((found),) = run_on_sim(find_all)
-    lines = {check.__name__: check.__code__.co_firstlineno for check in CHECKS}
-    for (name, policy), (ordered, unordered) in found.items():
-        assert ordered == [], (name, policy)
-        second, first, memory = next(expected for check, expected in CHECKS.items() if check.__name__ == name)
-        matching = [race for race in unordered if race.first.operator == first and race.memory == memory]
-        assert [race.second.operator for race in matching][:1] == [second], (name, policy, unordered)
-        for access in (matching[0].first, matching[0].second):
-            file, line, function = access.lines[0].rsplit(":", 2)
-            assert file.endswith("test_sim_races.py")
-            assert function == name
-            assert 0 < int(line) - lines[name] < 15
-
-
-def find_in_backward() -> list[Race]:
-    assert races_of(written_in_backward, "lazy", True) == []
-    return races_of(written_in_backward, "lazy", False)
+    for (check, (second, first, memory)), policy in product(CHECKS.items(), simulated_device.POLICIES):
+        with naming(f"{check.__name__} under {policy}"):
+            assert races_of(check, policy, True) == []
+            unordered = races_of(check, policy, False)
+            matching = [race for race in unordered if race.first.operator == first and race.memory == memory]
+            assert [race.second.operator for race in matching][:1] == [second], unordered
+            for access in (matching[0].first, matching[0].second):
+                file, line, function = access.lines[0].rsplit(":", 2)
+                assert file.endswith("test_sim_races.py")
+                assert function == check.__name__
+                assert 0 < int(line) - check.__code__.co_firstlineno < 15
 
 
 @on_sim()
@@ -209,9 +197,10 @@ def test_virtual_time_is_exact() -> None:
     simulated_device.configure()
 
 
+@on_sim()
 def test_a_race_with_a_backward_pass_names_the_forward_pass() -> None:
-    (found,) = run_on_sim(find_in_backward)
-    (race,) = [race for race in found if race.second.operator == "aten::mul"]
+    assert races_of(written_in_backward, "lazy", True) == []
+    (race,) = [race for race in races_of(written_in_backward, "lazy", False) if race.second.operator == "aten::mul"]
     assert any("MulBackward0, of the forward pass" in line for line in race.second.lines)
     assert any(line.endswith(":written_in_backward") for line in race.second.lines)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from smpkit.torch.offload import link as offload_link
 from smpkit.torch.pipeline.pipeline import measure_times
 from smpkit.torch.placement.trace import TrialStep
 from smpkit.torch.recording import recorder
+from tests.device.on_sim import in_virtual_time
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
 from tests.torch.steps import train_step
 
@@ -58,20 +58,12 @@ class Layer(nn.Module):
         return _Long.apply(self.linear(x))
 
 
-def _now_ns() -> int:
-    return round(1e9 * simulated_device.now())
-
-
 @contextlib.contextmanager
-def in_virtual_time(**speeds: float) -> Iterator[None]:
+def by_the_clock(**speeds: float) -> Iterator[None]:
     """Let devices take no time but for what sleeps, and for what is given; the host's clock is theirs."""
-    simulated_device.set_policy("timed")
     simulated_device.set_speeds(Speeds(**{"latency": 1e-9, "launch": 1e-9} | speeds))
     try:
-        with (
-            mock.patch.object(time, "perf_counter", simulated_device.now),
-            mock.patch.object(time, "perf_counter_ns", _now_ns),
-        ):
+        with in_virtual_time():
             yield
     finally:
         torch.accelerator.synchronize()
@@ -94,7 +86,7 @@ def units_for_a_partition() -> None:
     def step(x: Tensor) -> None:
         model(x)
 
-    with in_virtual_time():
+    with by_the_clock():
         found = measure_times(
             model,
             [UnitCost(name) for name in names],
@@ -118,7 +110,7 @@ def steps_to_choose_from() -> None:
 
     model = layers(on=DEVICE)
     x = torch.zeros(64, WIDTH, device=DEVICE)
-    with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)), mock.patch.object(Probe, "end", noted):
+    with by_the_clock(back=x.nbytes / (4 * _BACKWARD)), mock.patch.object(Probe, "end", noted):
         fitted = fit(model, lead=1, min_bytes=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         for _ in range(8):
@@ -144,7 +136,7 @@ def stalls_of_recorded_steps() -> None:
     smp.set_activation_checkpointing(model)
     with mock.patch.object(offload_link.AcceleratorLink, "min_bytes", 0):
         wrapped: Any = smp.DistributedModel(model)
-    with in_virtual_time(back=x.nbytes / (4 * _BACKWARD)):
+    with by_the_clock(back=x.nbytes / (4 * _BACKWARD)):
         for _ in range(8):
             train_step(wrapped, x)
         latest = recorder.latest_recorder()
@@ -175,7 +167,7 @@ def pipeline() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": _MICROBATCHES, "ddp": True})
     model: Any = smp.DistributedModel(layers())
     x = torch.zeros(2 * _MICROBATCHES, WIDTH)
-    with in_virtual_time(peer=2 * WIDTH * x.itemsize / _MESSAGE):
+    with by_the_clock(peer=2 * WIDTH * x.itemsize / _MESSAGE):
         for _ in range(3):
             actions.clear()
             received.clear()
@@ -206,7 +198,7 @@ def calibration() -> None:
 
     smp.init({})
     with (
-        in_virtual_time(out=rate, back=rate, latency=1e-6, launch=1e-6),
+        by_the_clock(out=rate, back=rate, latency=1e-6, launch=1e-6),
         mock.patch.object(calibrate, "_MIB", 1 << 14),
         mock.patch.object(calibrate, "_step", work),
     ):

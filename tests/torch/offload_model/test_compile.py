@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -77,8 +76,7 @@ def test_a_compiled_model_runs_untraced(checkpoint: bool, ours: bool) -> None:
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 def test_compiled_layers_are_traced(checkpoint: bool) -> None:
     torch._dynamo.reset()
-    plain, traced = make_layers(), Traced()
-    layers = copy.deepcopy(plain)
+    plain, layers, traced = make_layers(), make_layers(), Traced()
     for layer in layers:
         layer.compile(backend=traced)
     model = OffloadModel(layers, CPU, CPU, 3, checkpoint, 1)

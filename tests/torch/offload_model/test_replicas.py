@@ -31,11 +31,13 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int, clip: float | None = None) -> None:
     for step in range(3):
         optimizer.zero_grad()
         for part in range(2):  # gradients add up
             model(batch(2 * step + part).chunk(size)[rank]).square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
 
@@ -65,14 +67,7 @@ def replicas(on_device: bool, ours: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
 def test_replicas_train_as_one(on_device: bool, ours: bool) -> None:
     plain = layers()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for part in range(2):
-            plain(batch(2 * step + part)).square().mean().backward()
-        if ours:
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 0, 1, 0.5 if ours else None)
     for found in run_ranks(replicas, SIZE, on_device, ours):
         for p, q in zip(plain.parameters(), found, strict=True):
             torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-6)

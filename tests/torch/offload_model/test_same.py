@@ -25,6 +25,8 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     """Of the OffloadModel."""
     tolerance: float = 1e-6
+    given: Callable[[Any], Any] = lambda model: model
+    """What the OffloadModel gets of a copy: a list of pieces, as from FairScale's `shard_model`, or a Sequential."""
 
 
 def optimizer_of(network: Any, rule: Any = torch.optim.AdamW, groups: Any = None, **options: Any) -> Any:
@@ -121,6 +123,49 @@ class Forgetful(nn.Module):
         return value if memory is None else value * memory * 2
 
 
+def thin() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4), nn.Linear(4, 1))
+
+
+class Bilinear(nn.Bilinear):
+    def forward(self, one: Tensor, other: Tensor, *, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        value = super().forward(one, other) * factor
+        return value if bias is None else value + bias
+
+
+class Two(nn.Module):
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        return value, value.exp()
+
+
+class Pieces(nn.Sequential):
+    """Takes and hands on what a list does: any arguments, and those that the piece before has returned."""
+
+    def forward(self, *values: Any, **options: Any) -> Any:
+        for piece in self:
+            returned, options = piece(*values, **options), {}
+            values = returned if isinstance(returned, tuple) else (returned,)
+        return returned
+
+
+def joining() -> nn.Module:
+    return Pieces(Bilinear(4, 2, 4), nn.Linear(4, 2))
+
+
+def in_sequence(model: Pieces) -> nn.Sequential:
+    return nn.Sequential(*model)
+
+
+def pieces() -> nn.Module:
+    return Pieces(nn.Linear(4, 4), Two(), nn.Bilinear(4, 4, 3), Two())
+
+
+def traced() -> nn.Module:
+    """Cut a model as FairScale's `auto_shard` does."""
+    parts = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    return nn.Sequential(*map(torch.fx.symbolic_trace, parts))
+
+
 class Skips(nn.Module):
     """Leaves out a block, or calls one twice; its blocks are of several kinds."""
 
@@ -140,6 +185,52 @@ class Skips(nn.Module):
 
 def back(network: Any, *arguments: Any) -> None:
     network(*(arguments or (x(3),))).square().sum().backward()
+
+
+def pass_rows(count: int) -> Any:
+    def script(network: Any) -> list[Any]:
+        output = network(x(count))
+        output.square().sum().backward()
+        return [output]
+
+    return script
+
+
+def several_inputs(network: Any) -> list[Any]:
+    bias = torch.randn(1, 4, requires_grad=True)
+    output = network(x(7), torch.randn(7, 2), factor=3.0, bias=bias)
+    output.sum().backward()
+    return [output, bias.grad]
+
+
+def tuples(network: Any) -> list[Any]:
+    one, other = network(x())
+    (one.sum() + other.sum()).backward()
+    return [one, other]
+
+
+def autocast(network: Any) -> None:
+    optimizer = optimizer_of(network, torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = network(x(10))
+        output.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip_what_is_not_finite(value: float) -> Any:
+    """Return a script of which no step is dropped: a norm that is no number leaves none in any weight."""
+
+    def script(network: Any) -> None:
+        optimizer = optimizer_of(network, torch.optim.SGD, max_grad_norm=1.0)
+        (network(x()) * torch.tensor([value, 1.0])).sum().backward()
+        if not isinstance(network, OffloadModel):
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return script
 
 
 def accumulate(network: Any) -> None:
@@ -316,6 +407,18 @@ ROWS = {
         lambda network: back(network, torch.randint(0, 10, (5, 6))),
         tolerance=0,
     ),
+    **{
+        f"{rows} rows for 4 microbatches": Row(layers, pass_rows(rows), {"num_microbatches": 4})
+        for rows in (1, 2, 4, 5)
+    },
+    "width one": Row(thin, pass_rows(7), {"num_microbatches": 3}),
+    "several inputs": Row(joining, several_inputs, given=in_sequence),
+    "several inputs, microbatches": Row(joining, several_inputs, {"num_microbatches": 3}, 1e-5, given=in_sequence),
+    "a list of pieces": Row(pieces, tuples, given=list),
+    "a list of pieces, microbatches": Row(pieces, tuples, {"num_microbatches": 3}, 1e-5, given=list),
+    "traced pieces": Row(traced, trained(torch.optim.SGD), {"num_microbatches": 5}, given=list),
+    "traced pieces under autocast": Row(traced, autocast, given=list),
+    "traced pieces under autocast, microbatches": Row(traced, autocast, {"num_microbatches": 5}, 1e-2, given=list),
     "sparse gradients": Row(
         lambda: nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 4)),
         lambda network: back(network, torch.randint(0, 6, (5,))),
@@ -355,6 +458,8 @@ ROWS = {
     "a weight that is trained later": Row(layers, train_a_weight_later, tolerance=1e-4),
     "no saved state": Row(layers, start_anew, tolerance=1e-5),
     "another optimizer afterwards": Row(layers, replace_the_optimizer),
+    "clipped to infinity": Row(layers, clip_what_is_not_finite(float("inf"))),
+    "clipped to what is no number": Row(layers, clip_what_is_not_finite(float("nan"))),
     "torch's scaler": Row(layers, scale_losses),
     "torch's clipping": Row(layers, clip_by_hand),
 }
@@ -367,7 +472,7 @@ def test_a_script_trains_it_as_the_plain_model(checkpoint: bool, name: str) -> N
     row = ROWS[name]
     torch.manual_seed(0)
     plain = row.build()
-    model = OffloadModel(copy.deepcopy(plain), "cpu", checkpoint_activation=checkpoint, **row.options)
+    model = OffloadModel(row.given(copy.deepcopy(plain)), "cpu", checkpoint_activation=checkpoint, **row.options)
     found = []
     for network in (plain, model):
         torch.manual_seed(1)
@@ -378,7 +483,9 @@ def test_a_script_trains_it_as_the_plain_model(checkpoint: bool, name: str) -> N
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert (ours is None) == (theirs is None)
         if theirs is not None:
-            torch.testing.assert_close(_dense(ours), _dense(theirs), rtol=0, atol=row.tolerance, check_dtype=False)
+            torch.testing.assert_close(
+                _dense(ours), _dense(theirs), rtol=0, atol=row.tolerance, check_dtype=False, equal_nan=True
+            )
 
 
 def _dense(value: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.torch.steps import on_ranks, train_step
 
 WIDTH, LENGTH, SAMPLES, MICROBATCHES = 16, 4, 2, 2
 
@@ -212,13 +212,11 @@ class DrawsOfItsOwn(Model):
         return self.last(self._layers(x))
 
 
-def losses() -> list[float]:
+@on_ranks(2)
+def test_ranks_may_draw_numbers_of_their_own_between_layers() -> None:
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
     torch.manual_seed(1)
     model = smp.DistributedModel(DrawsOfItsOwn(0.5))
-    return [float(train_step(model, batch(prescaled=True)).reduce_mean()) for _ in range(2)]
-
-
-def test_ranks_may_draw_numbers_of_their_own_between_layers() -> None:
-    first, second = run_ranks(losses, 2)
+    losses = [float(train_step(model, batch(prescaled=True)).reduce_mean()) for _ in range(2)]
+    first, second = smp.allgather(losses, smp.WORLD)
     assert first == second

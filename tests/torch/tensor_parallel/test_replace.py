@@ -60,13 +60,6 @@ class Tied(nn.Module):
         self.free = nn.Linear(4, 4)
 
 
-def choose() -> list[str]:
-    start()
-    with announced() as lines:
-        replace_in_models()
-    return lines
-
-
 def replace_in_models() -> None:
     tied = distribute(marked(Tied()))
     assert type(tied.embedding) is nn.Embedding
@@ -97,10 +90,15 @@ def replace_in_models() -> None:
     distribute(marked(nn.Sequential(nn.Linear(4, 4)), no_such_argument=1))
 
 
+@on_ranks(2)
 def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None:
-    lines, others = run_ranks(choose, 2)
-    assert others == [], "one rank speaks for all"
+    start()
+    with announced() as lines:
+        replace_in_models()
     text = "\n".join(lines)
+    if smp.rank():
+        assert text == "", "one rank speaks for all"
+        return
     assert "Tensor parallelism over 2 ranks: 1 Linear -> DistributedLinear." in text
     assert "not distributed: Embedding `embedding`: it shares the weight `embedding.weight` with another module" in text
     assert "not distributed: Linear `0`: in_features 3 is not divisible by tensor_parallel_degree 2" in text
@@ -159,20 +157,14 @@ def test_replaced_modules_keep_weights_dtype_mode_and_what_is_frozen() -> None:
     assert_equal(whole(model), before)
 
 
-def keep_those_of_the_first() -> list[Tensor]:
+@on_ranks(2)
+def test_ranks_that_made_other_weights_take_those_of_the_first() -> None:
     start()
     torch.manual_seed(smp.rank())
     model = nn.Sequential(nn.Linear(4, 6))
-    mine = model.state_dict()["0.weight"].clone()
-    ours = whole(distribute(marked(model)))["0.weight"]
-    return [mine, ours]
-
-
-def test_ranks_that_made_other_weights_take_those_of_the_first() -> None:
-    (mine, first), (other, second) = run_ranks(keep_those_of_the_first, 2)
+    mine, other = smp.allgather(model.get_parameter("0.weight").detach().clone(), smp.WORLD)
     assert not torch.equal(mine, other)
-    assert torch.equal(first, mine)
-    assert torch.equal(second, mine)
+    assert torch.equal(whole(distribute(marked(model)))["0.weight"], mine)
 
 
 def build_delayed() -> nn.Sequential:
@@ -267,16 +259,13 @@ def test_a_registered_class_is_called_as_ever_and_translated() -> None:
     assert torch.equal(seen[0][0], x), "hooks see the call as users make it"
 
 
-def start_afresh() -> list[Tensor]:
+@on_ranks(2)
+def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_degree() -> None:
     start()
     smp.tp_register_with_module(Scale, Halved, from_shape, as_tuple)
     with smp.tensor_parallelism():
         model = nn.Sequential(Scale([4]))
-    return [whole(distribute(model))["0.scale"]]
-
-
-def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_degree() -> None:
-    (first,), (second,) = run_ranks(start_afresh, 2)
+    first, second = smp.allgather(whole(distribute(model))["0.scale"], smp.WORLD)
     assert torch.equal(first, second)
     assert first.unique().numel() == 4, "a whole was drawn and taken apart, not one piece twice"
 
@@ -369,22 +358,18 @@ def test_what_was_set_before_wrapping_is_refused_where_modules_are_replaced() ->
     checkpointing_of_before()
 
 
-def load_whole_states() -> tuple[str, str | None]:
-    smp.init({"tensor_parallel_degree": 2, "ddp": True, "fp16": True})
+@on_ranks(2)
+def test_states_of_whole_weights_are_refused_where_weights_are_divided() -> None:
+    start(fp16=True)
     with smp.tensor_parallelism():
         module = nn.Linear(4, 6)
     optimizer = torch.optim.AdamW(module.parameters())
-    whole = {**optimizer.state_dict(), "state": {0: {"step": torch.ones(()), "exp_avg": torch.zeros(6, 4)}}}
+    states = {**optimizer.state_dict(), "state": {0: {"step": torch.ones(()), "exp_avg": torch.zeros(6, 4)}}}
     model = smp.DistributedModel(module)
-    with pytest.raises(UsageError) as caught:
-        smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())).load_state_dict(whole)
-    return str(caught.value).splitlines()[0], caught.value.hint
-
-
-def test_states_of_whole_weights_are_refused_where_weights_are_divided() -> None:
     message = (
-        "`exp_avg` of parameter 0 in the optimizer state has the shape of the whole weight, [6, 4],"
-        " but a tensor-parallel rank has a part of it, [6, 2]"
+        r"`exp_avg` of parameter 0 in the optimizer state has the shape of the whole weight, \[6, 4\],"
+        r" but a tensor-parallel rank has a part of it, \[6, 2\]"
     )
-    hint = "go on from a partial checkpoint of smp.save_checkpoint, which resumes at any degrees"
-    assert run_ranks(load_whole_states, 2) == [(message, hint)] * 2
+    with pytest.raises(UsageError, match=message) as caught:
+        smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())).load_state_dict(states)
+    assert caught.value.hint == "go on from a partial checkpoint of smp.save_checkpoint, which resumes at any degrees"

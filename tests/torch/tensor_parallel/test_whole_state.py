@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.state_dict import PARTIAL_KEY
 from tests.models import MODELS
+from tests.models_of_others import DIVISIBLE
 from tests.torch.steps import on_ranks
 from tests.train import Training, Way, batch, build, world
 
@@ -75,31 +75,18 @@ def check_whole(model: smp.DistributedModel, before: dict[str, Tensor]) -> None:
     assert len(list(model.distributed_modules())) == 6
 
 
-def tiny(seed: int) -> GPT2LMHeadModel:
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=2, n_head=4, use_cache=False))
-
-
-@smp.step
-def gpt2_step(model: Any, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, labels=tokens)["loss"]
-    model.backward(loss)
-    return loss
-
-
 @on_ranks(4)
 def test_whole_dicts_under_hugging_faces_names_are_translated() -> None:
-    smp.init(WAY.init)
-    other = {name: value.clone() for name, value in tiny(2).state_dict().items()}
-    with smp.tensor_parallelism():
-        module = tiny(1)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    model = smp.DistributedModel(module)
-    assert equal(model.original_state_dict(), before)
-    model.load_state_dict(other)
-    assert equal(model.original_state_dict(), other), "loaded before the model is partitioned"
-    gpt2_step(model, torch.randint(31, (4, 8)))
-    model.load_state_dict(before)
-    assert equal(model.original_state_dict(), before), "and afterwards"
-    translated = model.original_state_dict(gather_to_rank0=True)
-    assert equal(translated, before) if smp.mp_rank() == 0 else translated == {}
+    case = DIVISIBLE["GPT2"]
+    before = {name: value.clone() for name, value in build(case).state_dict().items()}
+    other = {name: value + 1 for name, value in before.items()}
+    with world(WAY):
+        model = Training(case, WAY).model
+        assert equal(model.original_state_dict(), before)
+        model.load_state_dict(other)
+        assert equal(model.original_state_dict(), other), "loaded before the model is partitioned"
+        smp.step(case.step)(model, *batch(case, 0, 4))
+        model.load_state_dict(before)
+        assert equal(model.original_state_dict(), before), "and afterwards"
+        translated = model.original_state_dict(gather_to_rank0=True)
+        assert equal(translated, before) if smp.mp_rank() == 0 else translated == {}
