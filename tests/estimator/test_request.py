@@ -15,9 +15,10 @@ from smpkit_estimator.aws import request_shape
 from smpkit_estimator.hyperparameters import distribution_hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import TrainingPlan, build_request
+from tests.estimator.golden import recorded
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
 
-GOLDEN = Path(__file__).with_name("golden")
+RECORDED = recorded()
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
 
@@ -42,23 +43,21 @@ def all_of_ours() -> dict[str, TrainingPlan]:
     return made
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.json")))
+@pytest.mark.parametrize("name", sorted(RECORDED))
 def test_a_request_equals_the_sdks_field_by_field(name: str) -> None:
-    golden = json.loads((GOLDEN / f"{name}.json").read_text())
-    assert all_of_ours()[name].body == golden
-    assert preflight(golden, SHAPE) == []
+    assert all_of_ours()[name].body == RECORDED[name]
+    assert preflight(RECORDED[name], SHAPE) == []
 
 
 def test_there_is_a_golden_file_for_every_case() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.json")} == set(all_of_ours())
+    assert set(RECORDED) == set(all_of_ours())
 
 
 @pytest.mark.skipif(SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` installs and runs it")
 def test_the_real_sdk_sends_what_the_golden_files_say() -> None:
     from tests.estimator.golden.real_sdk2 import requests_of_the_sdk
 
-    for name, request in requests_of_the_sdk().items():
-        assert request == json.loads((GOLDEN / f"{name}.json").read_text()), name
+    assert requests_of_the_sdk() == RECORDED
 
 
 def test_spot_always_says_how_long_it_waits() -> None:
