@@ -56,7 +56,6 @@ def test_torchrun_has_processes_per_host() -> None:
     ("arguments", "message"),
     [
         ({"smp_options": {"enabled": True, "parameters": {"microbatchs": 1}}}, "did you mean `microbatches`"),
-        ({"smp_options": {"enabled": "true", "parameters": {}}}, "literal true"),
         ({"distribution": {"mpi": {"enabled": True, "process_per_host": 8}}}, "did you mean `processes_per_host`"),
         ({"smp_options": SMP_OPTIONS, "distribution": {}}, "keep one of them"),
         ({"image_uri": None}, "image_uri: is required"),

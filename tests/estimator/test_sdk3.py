@@ -145,28 +145,6 @@ def test_sigterm_reaches_the_launcher_through_the_sdks_own_start_script(tmp_path
     assert ("error: smpkit is not in this image" in said) is not there
 
 
-@with_sdk3
-def test_the_sdks_own_start_script_survives_our_hyperparameters(tmp_path: Path) -> None:
-    """Surprise 5: with an apostrophe in a hyperparameter, the file that SDK v3's script writes cannot be loaded."""
-    import sagemaker.train
-
-    script = Path(sagemaker.train.__file__).parent / "container_drivers" / "scripts" / "environment.py"
-    for values, good in (({"name": "it's"}, False), (adapter().hyperparameters("train.py", VALUES), True)):
-        code = (
-            f"import sys, importlib.util as u; sys.path.insert(0, {str(script.parent.parent)!r})\n"
-            f"s = u.spec_from_file_location('e', {str(script)!r}); e = u.module_from_spec(s); s.loader.exec_module(e)\n"
-            "r = {'current_host': 'algo-1', 'current_instance_type': 'x', 'hosts': ['algo-1'],"
-            " 'network_interface_name': 'eth0'}\n"
-            f"e.set_env(r, {{}}, {values!r}, {str(tmp_path / 'env')!r})\n"
-        )
-        environ = {**os.environ, "TRAINING_JOB_NAME": "job"}
-        subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, timeout=150)
-        done = subprocess.run(
-            ["bash", "-ec", f"source {tmp_path / 'env'}"], capture_output=True, timeout=150, check=False
-        )
-        assert (done.returncode == 0) == good, done.stderr
-
-
 def test_the_driver_becomes_the_launcher(tmp_path: Path) -> None:
     """Run for real, over the tree that SDK v3 makes: sources as loose files in the channel `code`."""
     import smpkit_estimator
