@@ -108,7 +108,7 @@ def test_the_token_of_several_hosts_is_in_s3_alone(use: Use, smpkit: Smpkit) -> 
 def test_dry_run_prints_the_very_request_and_does_nothing(
     use: Use, smpkit: Smpkit, command: str, read: Callable[[str], Any]
 ) -> None:
-    """Surprise 6: SDK v3's dry run uploads 16 objects."""
+    """SDK v3's dry run uploads 16 objects."""
     aws = use()
     result = smpkit(*command.split(), "job.yaml", "--dry-run", "--name", "job")
     assert result.exit_code == 0

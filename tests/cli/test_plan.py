@@ -90,6 +90,11 @@ class Chooses(Skips):
 def chooses():
     return Chooses(), torch.zeros(4, 8)
 
+def checkpointed():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)))
+    smp.set_activation_checkpointing(net)
+    return net, torch.zeros(16, 64)
+
 def failing():
     raise ValueError("no such weights")
 """
@@ -269,25 +274,12 @@ def test_virtual_stages_are_planned(zoo: Path, smpkit: Smpkit) -> None:
     assert content["schedule"]["actions"][1].startswith("F0 F1 F2 F0.1")
 
 
-CHECKPOINTED = """
-import torch
-from torch import nn
-import smpkit.torch as smp
-
-def traced():
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)))
-    smp.set_activation_checkpointing(net)
-    return net, torch.zeros(16, 64)
-"""
-
-
 OFFLOADING = '{"pipeline_parallel_degree": 2, "microbatches": 4, "offload_activations": true}'
 
 
 def test_offloading_is_planned_for_each_stage_and_copies_that_do_not_hide_are_said(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "zoo.py").write_text(CHECKPOINTED)
     (zoo / "mp.json").write_text(OFFLOADING)
-    arguments = ("plan", "mp.json", "--model", "zoo:traced", "--tflops", "0.001", "--link-gbs", "1")
+    arguments = ("plan", "mp.json", "--model", "zoo:checkpointed", "--tflops", "0.001", "--link-gbs", "1")
     content = json.loads(smpkit(*arguments, "--json").stdout)
     first, last = content["offload"]
     boundary = 16 * 64 * 4
@@ -298,7 +290,7 @@ def test_offloading_is_planned_for_each_stage_and_copies_that_do_not_hide_are_sa
     assert content["stages"][0]["host_bytes"] == first["host_bytes"]
     lines = smpkit(*arguments).stdout.splitlines()
     assert "offload   at horizon 4, over a link of 1 GB/s each way, by devices of 0.001 TFLOP/s" in lines
-    said = smpkit("plan", "mp.json", "--model", "zoo:traced", "--tflops", "100", "--link-gbs", "1").stderr
+    said = smpkit("plan", "mp.json", "--model", "zoo:checkpointed", "--tflops", "100", "--link-gbs", "1").stderr
     assert "hint: copies take longer than the forward of their layer; a link of " in said
 
 

@@ -31,7 +31,7 @@ SMP_OPTIONS = {"enabled": True, "parameters": SMP}
     ids=["SageMaker's dict", "mpi inside", "mpi beside"],
 )
 def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, arguments: dict[str, Any]) -> None:
-    """Surprise 1: SDK v2's generic Estimator swallows `distribution` without a word."""
+    """SDK v2's generic Estimator swallows `distribution` without a word."""
     sent = make(**arguments).plan().body["HyperParameters"]
     assert json.loads(sent["mp_parameters"]) == SMP
     assert sent["sagemaker_mpi_enabled"] == "true"
@@ -46,7 +46,7 @@ def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, argumen
         ({"live_output": True}, "hint: write to `checkpoint_s3_uri`, which SageMaker uploads while the job runs"),
         ({"debugger_hook_config": True}, "debugger_hook_config: can only be switched off"),
         ({"use_spot_instances": True, "max_run": 100, "max_wait": 50}, "max_wait: must be at least"),
-        # Surprises 2 and 3: the SDK checks this only after the upload, or never; a typo here was in AWS's own sample.
+        # The SDK checks this only after the upload, or never; a typo here was in AWS's own sample.
         ({"distribution": {"mpi": {"enabled": True, "process_per_host": 8}}}, "did you mean `processes_per_host`?"),
         ({"distribution": DISTRIBUTION, "mpi_options": MPI}, "mpi_options: is given twice"),
         ({"tags": {"a": 1}}, "tags.a: "),

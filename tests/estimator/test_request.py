@@ -67,7 +67,7 @@ def test_spot_always_says_how_long_it_waits() -> None:
 
 
 def test_no_sdk_comes_along_unasked() -> None:
-    """Surprise 14: tools that need one SDK cannot be installed beside those that need the other."""
+    """Tools that need one SDK cannot be installed beside those that need the other."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and newer")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert not [name for name in project["dependencies"] if name.startswith("sagemaker")]

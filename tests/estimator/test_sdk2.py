@@ -41,7 +41,6 @@ def test_the_bare_options_send_what_the_sdks_own_dict_sends(arguments: dict[str,
 
 
 def test_empty_parameters_do_not_switch_the_library_off() -> None:
-    """Surprise 2."""
     assert sent(smp_options={"enabled": True, "parameters": {}})["HyperParameters"]["mp_parameters"] == "{}"
 
 
@@ -63,7 +62,7 @@ def test_torchrun_has_processes_per_host() -> None:
     ],
 )
 def test_the_constructor_refuses_before_anything_is_uploaded(arguments: dict[str, Any], message: str) -> None:
-    """Surprises 1 to 3: the SDK would find these after the upload, or never."""
+    """The SDK would find these after the upload, or never."""
     from smpkit_estimator.sdk2 import PyTorch
 
     with pytest.raises(ConfigError) as caught:

@@ -38,7 +38,7 @@ VALUES = {"epochs": 3, "text": "a b", "flag": True}
     ],
 )
 def test_what_a_shell_file_cannot_hold_is_refused(values: dict[str, Any], message: str) -> None:
-    """Surprise 5: the file that SDK v3's script writes could not be loaded, on machines that are paid for."""
+    """The file that SDK v3's script writes could not be loaded, on machines that are paid for."""
     job = job_from_arguments({"entry_point": "train.py", "hyperparameters": values})
     (problem,) = not_for_shell_files(for_trainer(job))
     assert str(problem).startswith(message)
@@ -71,7 +71,7 @@ def test_options_are_checked_at_once(options: dict[str, Any], message: str) -> N
 
 @with_sdk3
 def test_the_request_of_a_model_trainer(tmp_path: Path) -> None:
-    """Surprises 4 and 5: every host gets our driver, and the hyperparameters that it starts all ranks from."""
+    """Every host gets our driver, and the hyperparameters that it starts all ranks from."""
     request, uploads = sent_by_model_trainer(tmp_path)
     got = request["HyperParameters"]
     assert json.loads(got["mp_parameters"]) == SMP
@@ -103,7 +103,7 @@ exec env -i PATH={path} PYTHONPATH={modules} TRAINING_JOB_NAME=job /bin/bash -c 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, to be a first process")
 @pytest.mark.parametrize("there", [True, False], ids=["smpkit in the image", "not there"])
 def test_sigterm_reaches_the_launcher_through_the_sdks_own_start_script(tmp_path: Path, there: bool) -> None:
-    """Surprise 7: the shell that SDK v3 makes the first process would keep SIGTERM, and the ranks would be killed."""
+    """The shell that SDK v3 makes the first process would keep SIGTERM, and the ranks would be killed."""
     from sagemaker.train.constants import DEFAULT_CONTAINER_ARGUMENTS
 
     request, uploads = sent_by_model_trainer(tmp_path)
