@@ -15,7 +15,7 @@ from smpkit.errors import CheckpointError, CloudError, ConfigError, DeadlineErro
 from smpkit_estimator.job import Job
 from smpkit_estimator.status import JobStatus
 from tests.aws import SESSION, Aws, Line, Script
-from tests.estimator.conftest import ARGUMENTS, MakeEstimator
+from tests.estimator.conftest import MakeEstimator
 from tests.estimator.golden.cases import DISTRIBUTION, MPI, SMP
 
 SMP_OPTIONS = {"enabled": True, "parameters": SMP}
@@ -123,6 +123,11 @@ def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:
     assert planned.sources is None
     with pytest.raises(ConfigError, match=r"must be a `\.tar\.gz`"):
         make(source_dir="s3://bucket/code").plan()
+
+
+def test_sources_are_uploaded_where_code_location_says(make: MakeEstimator) -> None:
+    planned = make(code_location="s3://bucket/team/code").plan()
+    assert (planned.source or "").startswith("s3://bucket/team/code/")
 
 
 def test_an_unnamed_output_goes_to_the_accounts_own_bucket(make: MakeEstimator) -> None:
@@ -304,12 +309,3 @@ def test_status_counts_time_and_interruptions(make: MakeEstimator, aws: Aws) -> 
     aws.clock.advance(60 + 20 + 30 + 50)
     status: JobStatus = job.status()
     assert (status.phase, status.interruptions, status.billable_so_far, status.seconds) == ("Interrupted", 1, 50, 160)
-
-
-def test_the_estimators_arguments_are_documented_ones() -> None:
-    """Each argument of SDK v2 that we take has a place in the job file that exists."""
-    from smpkit.config.job import JobConfig
-    from smpkit_estimator.fields import FIELDS
-
-    assert {field.job.split(".")[0] for field in FIELDS} <= set(JobConfig.keys())
-    assert set(ARGUMENTS) <= {field.sdk for field in FIELDS}

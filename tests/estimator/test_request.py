@@ -108,11 +108,3 @@ def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
 def test_a_distribution_on_the_wire(distribution: dict[str, Any], expected: dict[str, str]) -> None:
     job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
     assert distribution_hyperparameters(job) == expected
-
-
-@pytest.mark.parametrize("key", ["partitions", "pipeline_parallel_degree"])
-def test_parameters_keep_the_users_own_keys(key: str) -> None:
-    """Hugging Face looks for `partitions`, and it is the user's word for it that must arrive."""
-    distribution = {"enabled": True, "parameters": {key: 2}}
-    job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
-    assert json.loads(distribution_hyperparameters(job)["mp_parameters"]) == {key: 2}
