@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +18,8 @@ from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.local import plan_local_run
 from tests.aws import Aws
-from tests.estimator.conftest import MakeEstimator
+from tests.estimator.conftest import MakeEstimator, with_sdk2
 
-SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
-with_sdk2 = pytest.mark.skipif(SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` runs it")
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 VPC: dict[str, Any] = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
 HUB = "arn:aws:sagemaker:us-west-2:123456789012:hub-content/private/Model/llama/1.0.0"

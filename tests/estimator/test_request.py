@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from smpkit_estimator.aws import request_shape
 from smpkit_estimator.hyperparameters import distribution_hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import TrainingPlan, build_request
+from tests.estimator.conftest import with_sdk2
 from tests.estimator.golden import recorded
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
 
 RECORDED = recorded()
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
-SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
 
 CONTEXT = {
     "name": JOB_NAME,
@@ -53,7 +52,7 @@ def test_there_is_a_golden_file_for_every_case() -> None:
     assert set(RECORDED) == set(all_of_ours())
 
 
-@pytest.mark.skipif(SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` installs and runs it")
+@with_sdk2
 def test_the_real_sdk_sends_what_the_golden_files_say() -> None:
     from tests.estimator.golden.real_sdk2 import requests_of_the_sdk
 

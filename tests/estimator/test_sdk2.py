@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
 import pytest
 
 from smpkit.errors import ConfigError
+from tests.estimator.conftest import with_sdk2
 from tests.estimator.golden.cases import BASE, CASES, MPI, SMP
 
-SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
-pytestmark = pytest.mark.skipif(
-    SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` installs and runs it"
-)
+pytestmark = with_sdk2
 
 SMP_OPTIONS = {"enabled": True, "parameters": SMP}
 
