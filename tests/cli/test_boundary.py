@@ -60,14 +60,6 @@ def test_a_returned_integer_is_the_exit_code(result: object, code: int) -> None:
     assert exit_code_of(lambda: result) == code
 
 
-def test_all_problems_are_printed_and_counted_last(capsys: pytest.CaptureFixture[str]) -> None:
-    problems = [Problem(("a", "b"), "is wrong", "mend it"), Problem(("c",), "is required")]
-    exit_code_of(raising(ConfigError(problems, subject="job file")))
-    assert capsys.readouterr().err == (
-        "a.b: is wrong\n    hint: mend it\n\nc: is required\n\nerror: 2 problems in the job file\n"
-    )
-
-
 def test_a_bug_has_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of(raising(ZeroDivisionError("oh"))) == 3
     shown = capsys.readouterr().err

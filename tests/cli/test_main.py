@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from smpkit.cli._commit import commit
 from smpkit.cli.main import COMMANDS, cli
+from smpkit.config.schema import MODELS, json_schema
 from tests.cli.conftest import Smpkit, process
 
 HELP = """\
@@ -72,6 +74,13 @@ def test_version_is_that_of_the_package() -> None:
     source = commit()
     expected = f"smpkit, version {smpkit.__version__}" + (f" (commit {source})" if source else "")
     assert process("--version").stdout == f"{expected}\n"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_schema_of_each_kind_is_printed(kind: str, smpkit: Smpkit) -> None:
+    result = smpkit("schema", kind)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == json_schema(kind)
 
 
 SERVICES = ("torch", "boto3", "botocore")

@@ -90,6 +90,11 @@ class Chooses(Skips):
 def chooses():
     return Chooses(), torch.zeros(4, 8)
 
+def checkpointed():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)))
+    smp.set_activation_checkpointing(net)
+    return net, torch.zeros(16, 64)
+
 def failing():
     raise ValueError("no such weights")
 """
@@ -100,6 +105,15 @@ def zoo(folder: Path) -> Path:
     """The job's folder, with models in it."""
     (folder / "zoo.py").write_text(ZOO)
     return folder
+
+
+def planned(smpkit: Smpkit, *arguments: str, **parameters: Any) -> dict[str, Any]:
+    """Return the plan of a file of parameters, `mp.json`, which stays."""
+    Path("mp.json").write_text(json.dumps(parameters))
+    result = smpkit("plan", "mp.json", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    content: dict[str, Any] = json.loads(result.stdout)
+    return content
 
 
 @pytest.mark.usefixtures("folder")
@@ -130,29 +144,25 @@ def test_a_model_shows_its_parts_and_memory(zoo: Path, smpkit: Smpkit) -> None:
     assert "hint: raise `pipeline_parallel_degree`, or lower `active_microbatches`\n" in result.stderr
 
 
-def test_memory_under_tensor_parallelism_is_that_of_divided_modules(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "mp.json").write_text('{"tensor_parallel_degree": 2, "ddp": true}')
-    result = smpkit("plan", "mp.json", "--ranks", "4", "--model", "zoo:divided", "--json")
-    assert result.exit_code == 0, result.stderr
-    (stage,) = json.loads(result.stdout)["stages"]
+@pytest.mark.usefixtures("zoo")
+def test_memory_under_tensor_parallelism_is_that_of_divided_modules(smpkit: Smpkit) -> None:
+    arguments = ("--ranks", "4", "--model", "zoo:divided")
+    (stage,) = planned(smpkit, *arguments, tensor_parallel_degree=2, ddp=True)["stages"]
     block = 64 * 256 // 2 + 256 + 64 * 256 // 2 + 64  # biases are added to sums
     assert stage["num_parameters"] == 6 * block + 64000
     assert stage["parameters_bytes"] == stage["gradients_bytes"] == 4 * stage["num_parameters"]
     assert stage["activations_bytes"] > 0
 
-    text = smpkit("plan", "mp.json", "--ranks", "4", "--model", "zoo:divided")
+    text = smpkit("plan", "mp.json", *arguments)
     assert "note: Tensor parallelism over 2 ranks: 12 Linear -> DistributedLinear.\n" in text.stderr
     assert "note: not distributed: Embedding `embed`: it shares the weight `embed.weight`" in text.stderr
     assert "nothing is distributed" in smpkit("plan", "mp.json", "--model", "zoo:Net").stderr
 
 
 def test_memory_of_what_replicas_share(zoo: Path, smpkit: Smpkit) -> None:
-    def stage(**config: Any) -> dict[str, Any]:
-        (zoo / "mp.json").write_text(json.dumps({"ddp": True, "tensor_parallel_degree": 2, **config}))
-        result = smpkit("plan", "mp.json", "--ranks", "8", "--model", "zoo:divided", "--json")
-        assert result.exit_code == 0, result.stderr
-        found: dict[str, Any] = json.loads(result.stdout)["stages"][0]
-        return found
+    def stage(**config: Any) -> Any:
+        divided = {"ddp": True, "tensor_parallel_degree": 2, **config}
+        return planned(smpkit, "--ranks", "8", "--model", "zoo:divided", **divided)["stages"][0]
 
     plain, dealt = stage(), stage(shard_optimizer_state=True)
     assert dealt["parameters_bytes"] == plain["parameters_bytes"]
@@ -166,12 +176,10 @@ def test_memory_of_what_replicas_share(zoo: Path, smpkit: Smpkit) -> None:
     assert "gathered" in smpkit("plan", "mp.json", "--ranks", "4", "--model", "zoo:Net").stdout
 
 
-def test_json_counts_every_byte_of_a_model(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "mp.json").write_text('{"pipeline_parallel_degree": 2, "microbatches": 4}')
-    result = smpkit(
-        "plan", "mp.json", "--model", "zoo:traced", "--optimizer", "momentum", "--memory-gib", "1", "--json"
-    )
-    content = json.loads(result.stdout)
+@pytest.mark.usefixtures("zoo")
+def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
+    arguments = ("--model", "zoo:traced", "--optimizer", "momentum", "--memory-gib", "1")
+    content = planned(smpkit, *arguments, pipeline_parallel_degree=2, microbatches=4)
     first, last = content["stages"]
     block = 64 * 256 + 256 + 256 * 64 + 64
     assert first["num_parameters"] + last["num_parameters"] == 6 * block + 2 * 64000
@@ -213,21 +221,25 @@ def test_what_cannot_be_is_said(arguments: list[str], message: str, zoo: Path, s
     assert "Traceback" not in result.stderr
 
 
-BY_HAND = '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": false, "default_partition": 0}'
+BY_HAND: dict[str, Any] = {
+    "pipeline_parallel_degree": 2,
+    "microbatches": 4,
+    "auto_partition": False,
+    "default_partition": 0,
+}
 
 
 @pytest.mark.usefixtures("zoo")
-def test_what_the_model_places_by_hand_is_planned(smpkit: Smpkit, tmp_path: Path) -> None:
-    (tmp_path / "mp.json").write_text(BY_HAND)
-    content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:Placed", "--json").stdout)
+def test_what_the_model_places_by_hand_is_planned(smpkit: Smpkit) -> None:
+    content = planned(smpkit, "--model", "zoo:Placed", **BY_HAND)
     found = [{unit.rpartition(".")[0] or unit for unit in stage["units"]} for stage in content["stages"]]
     assert found == [{"embed", "blocks.0", "blocks.2", "blocks.4"}, {"blocks.1", "blocks.3", "blocks.5", "head"}]
     assert "F0.2" in content["schedule"]["actions"][0]
 
 
-def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "mp.json").write_text(BY_HAND)
-    content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:skips", "--json").stdout)
+@pytest.mark.usefixtures("zoo")
+def test_what_a_model_sends_is_planned_and_not_assumed(smpkit: Smpkit) -> None:
+    content = planned(smpkit, "--model", "zoo:skips", **BY_HAND)
     segments = {(place["rank"], place["index"]): units for place, units in content["graph"]["segments"]}
     assert segments == {(0, 0): ["down.0"], (0, 1): ["up.1"], (1, 0): ["down.1", "up.0"]}
     values = [
@@ -246,49 +258,34 @@ def test_what_a_model_sends_is_planned_and_not_assumed(zoo: Path, smpkit: Smpkit
     assert "stage 0.1: up.1" in lines
 
 
-def test_a_model_that_needs_values_is_planned_by_an_assumption_that_is_said(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "mp.json").write_text(BY_HAND)
-    result = smpkit("plan", "mp.json", "--model", "zoo:chooses", "--json")
-    assert json.loads(result.stdout)["graph"] is None
+@pytest.mark.usefixtures("zoo")
+def test_a_model_that_needs_values_is_planned_by_an_assumption_that_is_said(smpkit: Smpkit) -> None:
+    assert planned(smpkit, "--model", "zoo:chooses", **BY_HAND)["graph"] is None
     said = smpkit("plan", "mp.json", "--model", "zoo:chooses").stderr
     assert "note: what travels between stages is assumed, every unit handing its output to the next: " in said
     assert "DataDependentOutputException" in said
     assert "let the factory return" not in said  # it has
 
 
-def test_virtual_stages_are_planned(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "mp.json").write_text(
-        '{"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "microbatches": 4, "memory_weight": 0}'
-    )
-    content = json.loads(smpkit("plan", "mp.json", "--json").stdout)
+@pytest.mark.usefixtures("zoo")
+def test_virtual_stages_are_planned(smpkit: Smpkit) -> None:
+    chunks = {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "microbatches": 4, "memory_weight": 0}
+    content = planned(smpkit, **chunks)
     # Filling and draining take half of the 1 / 5 that a chain loses.
     assert content["schedule"]["bubble"] == pytest.approx(0.5 / 4.5)
-    content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:traced", "--json").stdout)
+    content = planned(smpkit, "--model", "zoo:traced", **chunks)
     places = {name: stage for stage, each in enumerate(content["stages"]) for name in each["units"]}
     assert [places[f"blocks.{number}.0"] for number in range(6)] == [0, 0, 1, 1, 0, 0]
     assert content["schedule"]["actions"][1].startswith("F0 F1 F2 F0.1")
 
 
-CHECKPOINTED = """
-import torch
-from torch import nn
-import smpkit.torch as smp
-
-def traced():
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)))
-    smp.set_activation_checkpointing(net)
-    return net, torch.zeros(16, 64)
-"""
+OFFLOADING: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 4, "offload_activations": True}
 
 
-OFFLOADING = '{"pipeline_parallel_degree": 2, "microbatches": 4, "offload_activations": true}'
-
-
-def test_offloading_is_planned_for_each_stage_and_copies_that_do_not_hide_are_said(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "zoo.py").write_text(CHECKPOINTED)
-    (zoo / "mp.json").write_text(OFFLOADING)
-    arguments = ("plan", "mp.json", "--model", "zoo:traced", "--tflops", "0.001", "--link-gbs", "1")
-    content = json.loads(smpkit(*arguments, "--json").stdout)
+@pytest.mark.usefixtures("zoo")
+def test_offloading_is_planned_for_each_stage_and_copies_that_do_not_hide_are_said(smpkit: Smpkit) -> None:
+    arguments = ("--model", "zoo:checkpointed", "--tflops", "0.001", "--link-gbs", "1")
+    content = planned(smpkit, *arguments, **OFFLOADING)
     first, last = content["offload"]
     boundary = 16 * 64 * 4
     assert first["resident_bytes"] == 3 * 3 * boundary  # one more than 1F1B
@@ -296,14 +293,14 @@ def test_offloading_is_planned_for_each_stage_and_copies_that_do_not_hide_are_sa
     assert (first["stall_seconds"], last["stall_seconds"]) == (0, 0)
     assert content["stages"][0]["boundaries_bytes"] == first["device_bytes"] < first["resident_bytes"]
     assert content["stages"][0]["host_bytes"] == first["host_bytes"]
-    lines = smpkit(*arguments).stdout.splitlines()
+    lines = smpkit("plan", "mp.json", *arguments).stdout.splitlines()
     assert "offload   at horizon 4, over a link of 1 GB/s each way, by devices of 0.001 TFLOP/s" in lines
-    said = smpkit("plan", "mp.json", "--model", "zoo:traced", "--tflops", "100", "--link-gbs", "1").stderr
+    said = smpkit("plan", "mp.json", "--model", "zoo:checkpointed", "--tflops", "100", "--link-gbs", "1").stderr
     assert "hint: copies take longer than the forward of their layer; a link of " in said
 
 
 def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpkit) -> None:
-    (zoo / "mp.json").write_text(OFFLOADING)
+    (zoo / "mp.json").write_text(json.dumps(OFFLOADING))
     result = smpkit("plan", "mp.json", "--model", "zoo:traced")
     assert "`offload_activations` has nothing to offload: no layer of the model is checkpointed" in result.stderr
     assert "offload   " not in result.stdout

@@ -159,9 +159,6 @@ def test_facts_are_needed(zoo: Path, smpkit: Smpkit) -> None:
     assert done.exit_code == 2
     assert "nothing is known about this machine's speed yet" in done.stderr
     assert "smpkit calibrate" in done.stderr
-    unknown = tune(smpkit, "--machine", "ml.p4d.24xlage")
-    assert unknown.exit_code == 2
-    assert "did you mean `ml.p4d.24xlarge`?" in unknown.stderr
 
 
 def test_a_model_without_arguments_is_refused(zoo: Path, smpkit: Smpkit) -> None:

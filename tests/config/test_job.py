@@ -36,6 +36,10 @@ def test_the_default_name_is_made_of_the_entry_point(entry_point: str, name: str
     assert job(entry_point=entry_point).name == name
 
 
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
 @pytest.mark.parametrize("name", ["", "-a", "a-", "a_b", "a b", "x" * 64, "a\n", "ü"], ids=ascii)
 def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
     (problem,) = problems({"entry_point": "train.py", "name": name})
@@ -56,7 +60,6 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
             {"entry_point": "train.sh", "distribution": {"enabled": True, "parameters": {}}},
             "without the launcher that `modelparallel` asks for",
         ),
-        ({"entry_point": 3}, "entry_point: must be text, got 3"),
         ({"compute": {"instance_count": 100_001}}, "compute.instance_count: must be at most 100000, got 100001"),
         ({"source_dir": ""}, "source_dir: must be a folder or an S3 URI, got ``"),
         (
@@ -70,7 +73,6 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"hyperparameters": {"mp_parameters": 1}}, "hyperparameters.mp_parameters: is a name that SageMaker keeps"),
         ({"hyperparameters": {"x" * 257: 1}}, "a name must have 1 to 256 characters, got 257"),
         ({"hyperparameters": {"": 1}}, "a name must have 1 to 256 characters, got 0"),
-        ({"hyperparameters": {1: 1}}, "hyperparameters.1: a name must be text, got 1"),
         ({"hyperparameters": {"a": "b\0"}}, "hyperparameters.a: holds a NUL character"),
         ({"hyperparameters": {"a\0": 1}}, "holds a NUL character"),
         ({"environment": {"A": "b\0"}}, "environment.A: holds a NUL character"),
@@ -78,15 +80,13 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
             {"hyperparameters": {"a": [1, {"b": float("inf")}]}},
             "hyperparameters.a: must be something that JSON can hold, with finite numbers, got a list",
         ),
+        ({"hyperparameters": {"a": CYCLE}}, "hyperparameters.a: must be something that JSON can hold"),
         ({"hyperparameters": {"a": {1: 2}}}, "hyperparameters.a: must be something that JSON can hold"),
         ({"hyperparameters": {"a": object()}}, "hyperparameters.a: must be something that JSON can hold"),
-        ({"hyperparameters": []}, "hyperparameters: must be a mapping, got a list"),
-        ({"environment": {"A": 1}}, "environment.A: must be text, got (hidden) hint: put it in quotes"),
         ({"environment": {"1A": "x"}}, "environment.1A: a variable's name must have"),
         ({"environment": {"A-B": "x"}}, "environment.A-B: a variable's name must have"),
         ({"inputs": {"a b": "x"}}, "inputs.a b: a channel's name must have"),
         ({"inputs": {"train": "ftp://x"}}, "inputs.train: must be a folder or an S3 URI"),
-        ({"inputs": {"train": {"uri": 1}}}, "inputs.train.uri: must be text, got 1"),
         ({"inputs": {"train": {}}}, "inputs.train.uri: is required"),
         ({"inputs": {"train": {"uri": "x", "mode": "file"}}}, "inputs.train.mode: must be one of `File`"),
         ({"checkpoints": {"uri": "x", "local_path": "y"}}, "checkpoints.local_path: must be an absolute path"),
@@ -120,14 +120,6 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
 def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], message: str) -> None:
     (problem,) = problems({"entry_point": "train.py", **fields})
     assert message in problem
-
-
-def test_values_that_contain_themselves_are_refused() -> None:
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    assert problems({"entry_point": "a.py", "hyperparameters": {"a": cycle}}) == [
-        "hyperparameters.a: must be something that JSON can hold, with finite numbers, got a list"
-    ]
 
 
 def test_a_text_is_short_for_its_uri() -> None:

@@ -272,23 +272,32 @@ def test_parts_can_be_changed_with_set_and_have_notices(folder: Path) -> None:
         ("# nothing\n", "is empty"),
         ("- a", "must be a mapping of settings, got a list"),
         ("x", "got `x`"),
+        ("entry_point: other.py", "job.yaml:1: entry_point: no such file: `"),
+        ("entry_point: train.py\nsource_dir: src", "job.yaml:2: source_dir: no such folder"),
+        (
+            "entry_point: train.py\ndependencies: [s3://bucket/lib, lib]",
+            "job.yaml:2: dependencies[1]: no such file or folder",
+        ),
+        (f"entry_point: {'x' * 5000}.py", "a name has at most 255 bytes"),
+        ("entry_point: trian.py", "hint: did you mean `train.py`?"),
+        ("entry_point: train.py\nsource_dir: sourcse", "hint: did you mean `sources`?"),
+        ("entry_point: xyz.py", "hint: it is relative to the folder of the job file, or to `source_dir`"),
     ],
+    ids=lambda text: text[-30:].replace("\n", " "),
 )
-def test_documents_that_are_no_mapping_are_refused(text: str, message: str, folder: Path) -> None:
+def test_what_is_no_job_or_names_no_source_is_refused(text: str, message: str, folder: Path) -> None:
+    (folder / "sources").mkdir()
     (problem,) = problems(write(folder, text))
     assert message in problem
 
 
-def test_sources_must_be_there(folder: Path) -> None:
-    (problem,) = problems(write(folder, "entry_point: other.py"))
-    assert problem.startswith("job.yaml:1: entry_point: no such file: `")
-    (problem,) = problems(write(folder, "entry_point: train.py\nsource_dir: src"))
-    assert "job.yaml:2: source_dir: no such folder" in problem
+def test_sources_in_s3_are_not_looked_for(folder: Path) -> None:
     load_job(write(folder, "entry_point: other.py\nsource_dir: s3://bucket/src"))
-    (problem,) = problems(write(folder, "entry_point: train.py\ndependencies: [s3://bucket/lib, lib]"))
-    assert "job.yaml:2: dependencies[1]: no such file or folder" in problem
-    (problem,) = problems(write(folder, f"entry_point: {'x' * 5000}.py"))
-    assert "a name has at most 255 bytes" in problem
+
+
+def test_a_job_file_whose_name_is_nearly_right_is_suggested(folder: Path) -> None:
+    (problem,) = problems(folder / "jobs.yaml")
+    assert "hint: did you mean `job.yaml`?" in problem
 
 
 # --- Properties ------------------------------------------------------------------------------------------------------
@@ -339,18 +348,6 @@ def test_no_override_makes_anything_but_a_config_error(
 
 
 # --- What a newcomer writes ------------------------------------------------------------------------------------------
-
-
-def test_a_name_of_a_file_that_is_nearly_right_is_suggested(folder: Path) -> None:
-    (folder / "sources").mkdir()
-    (problem,) = problems(write(folder, "entry_point: trian.py"))
-    assert problem.endswith("hint: did you mean `train.py`?")
-    (problem,) = problems(write(folder, "entry_point: train.py\nsource_dir: source"))
-    assert problem.endswith("hint: did you mean `sources`?")
-    (problem,) = problems(write(folder, "entry_point: xyz.py"))
-    assert problem.endswith("hint: it is relative to the folder of the job file, or to `source_dir`")
-    (problem,) = problems(folder / "jobs.yaml")
-    assert "hint: did you mean `job.yaml`?" in problem
 
 
 @pytest.mark.parametrize("above", ["smdistributed: {modelparallel: {enabled: true, %s}}", "enabled: true\n  %s"])

@@ -24,7 +24,7 @@ DEFAULTS = [
 
 
 def test_mpirun_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Surprise 8: AWS's toolkit starts sshd on one host, runs every script through mpi4py, and sleeps for 30 s."""
+    """AWS's toolkit starts sshd on one host, runs every script through mpi4py, and sleeps for 30 s."""
     monkeypatch.setattr(mpi, "_runs_as_root", lambda: True)
     command = mpirun_command("mpirun", ONE_HOST, PROGRAM, exported=["PATH", "SM_HPS"])
     assert command == [

@@ -343,15 +343,6 @@ def test_two_hosts_form_one_world_over_the_interface_between_them(
         assert out == f'[rank {rank}] {names[rank]} {rank} 2.0\n[rank {rank}] ["{names[0]}","{names[1]}"] lo\n'
 
 
-def test_a_failure_on_a_scheduled_host_has_its_name(tmp_path: Path) -> None:
-    fails = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\ntime.sleep(600)"
-    with free_ports() as port:
-        first, second = ends([scheduled(tmp_path, n, fails, port) for n in range(2)])
-    assert first[0] == second[0] == 1
-    assert "failed on another host, node9: rank 1: ValueError: bad batch" in first[2]
-    assert "rank 1 on node9, exit 1" in (tmp_path / "1" / "output" / "failure").read_text()
-
-
 @pytest.mark.parametrize(("present", "absent"), [(0, "node9"), (1, "node7")])
 def test_a_scheduled_host_that_never_comes_is_named(tmp_path: Path, present: int, absent: str) -> None:
     with free_ports() as port:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ ARGUMENTS: dict[str, Any] = {
     "instance_count": 1,
     "output_path": "s3://bucket/out",
 }
+
+with_sdk2 = pytest.mark.skipif(
+    not (find_spec("sagemaker") and find_spec("sagemaker.estimator")),
+    reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` installs and runs it",
+)
 
 MakeEstimator = Callable[..., Estimator]
 

@@ -52,7 +52,7 @@ def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
 def test_values_of_variables_are_in_no_command_line_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Surprise 10: SDK v2 writes keys into a Compose file that it leaves; here nothing is written."""
+    """SDK v2 writes keys into a Compose file that it leaves; here nothing is written."""
     monkeypatch.setenv("MINE", "secret too")
     secrets = {"HIDDEN": {"variable": "MINE"}}
     run = containers(tmp_path, 1, ["--epochs", "2"], environment={"TOKEN": "secret"}, secrets=secrets)

@@ -44,7 +44,7 @@ def test_every_line_comes_once_and_in_order(make: MakeEstimator, aws: Aws) -> No
 
 
 def test_more_streams_than_a_page_lists(make: MakeEstimator, aws: Aws) -> None:
-    """Surprise 11: SDK v2 asks for the first page of streams again and again, and never ends with more than 50."""
+    """SDK v2 asks for the first page of streams again and again, and never ends with more than 50."""
     hosts = 60
     aws.script = Script(lines=tuple(Line(1, f"hello of {host}", host) for host in range(hosts)), training=5)
     found = list(run(make, hosts).logs(follow=True))
@@ -54,7 +54,7 @@ def test_more_streams_than_a_page_lists(make: MakeEstimator, aws: Aws) -> None:
 
 
 def test_streams_of_a_restarted_job_are_read(make: MakeEstimator, aws: Aws) -> None:
-    """Surprise 11: after a spot restart the log goes on in other streams, which neither SDK reads."""
+    """After a spot restart the log goes on in other streams, which neither SDK reads."""
     aws.script = Script(lines=numbered(20), training=20, interruptions=(10.0,))
     found = list(run(make).logs(follow=True))
     assert texts(found) == [f"line {n}" for n in range(11)] + [f"line {n}" for n in range(20)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +11,15 @@ from botocore.validate import ParamValidator
 
 from smpkit import FileSystemInput, TrainingInput
 from smpkit.config.job import JobConfig
+from smpkit.config.section import validated
 from smpkit.errors import ConfigError
 from smpkit_estimator.arguments import channels
 from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.local import plan_local_run
 from tests.aws import Aws
-from tests.estimator.conftest import MakeEstimator
+from tests.estimator.conftest import MakeEstimator, with_sdk2
 
-SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
-with_sdk2 = pytest.mark.skipif(SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` runs it")
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 VPC: dict[str, Any] = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
 HUB = "arn:aws:sagemaker:us-west-2:123456789012:hub-content/private/Model/llama/1.0.0"
@@ -83,8 +82,6 @@ def test_the_sdks_own_inputs_are_sent_as_they_are(make: MakeEstimator, kind: str
 def test_instance_groups_are_refused_by_name(make: MakeEstimator) -> None:
     with pytest.raises(ConfigError, match=r"instance_groups: would mix machines of several kinds"):
         make(instance_groups=[SimpleNamespace(instance_group_name="train", instance_type="x", instance_count=2)])
-    with pytest.raises(ConfigError, match=r"instance_groups: would mix machines of several kinds"):
-        make(distribution={"instance_groups": ["train"]})
     with pytest.raises(ConfigError, match=r"InstanceGroupNames: cannot be sent"):
         TrainingInput("s3://bucket/x", instance_groups=["train"])
 
@@ -120,8 +117,6 @@ def test_what_has_no_place_is_refused_by_name(config: dict[str, Any], name: str)
     ],
 )
 def test_a_channel_has_one_place(channel: dict[str, Any], message: str) -> None:
-    from smpkit.config.section import validated
-
     with pytest.raises(ConfigError) as caught:
         validated(JobConfig, {"entry_point": "a.py", "inputs": {"a": channel}}, subject="job")
     assert message in str(caught.value)
@@ -145,34 +140,20 @@ def test_limits_of_a_file_system_have_its_name(make: MakeEstimator) -> None:
 def test_a_local_run_wants_data_of_this_machine(make: MakeEstimator) -> None:
     estimator = make()
     job = estimator.config.model_copy(update={"inputs": {"train": FileSystemInput("fs-01234567", "EFS", "/data")}})
-    from pathlib import Path
-
     with pytest.raises(ConfigError, match=r"inputs.train: is a file system of AWS(.|\n)*--set inputs.train=./data"):
         plan_local_run(job, Path())
 
 
 def test_a_private_registry_is_named(make: MakeEstimator) -> None:
-    spec = sent(
-        make,
-        None,
-        training_repository_access_mode="Vpc",
-        training_repository_credentials_provider_arn=LAMBDA,
-        **VPC,
-    )["AlgorithmSpecification"]
-    assert spec["TrainingImageConfig"] == {
+    private = {"training_repository_access_mode": "Vpc", "training_repository_credentials_provider_arn": LAMBDA, **VPC}
+    assert sent(make, None, **private)["AlgorithmSpecification"]["TrainingImageConfig"] == {
         "TrainingRepositoryAccessMode": "Vpc",
         "TrainingRepositoryAuthConfig": {"TrainingRepositoryCredentialsProviderArn": LAMBDA},
     }
     with pytest.raises(ConfigError, match="training_repository_credentials_provider_arn: requires registry_access"):
         make(training_repository_credentials_provider_arn=LAMBDA)
     with pytest.raises(ConfigError, match=r"container\.registry_credentials: .* does not fit"):
-        sent(
-            make,
-            None,
-            training_repository_access_mode="Vpc",
-            training_repository_credentials_provider_arn="x",
-            **VPC,
-        )
+        make(**{**private, "training_repository_credentials_provider_arn": "x"}).plan()
 
 
 def test_an_experiment_is_named_as_in_the_sdk(make: MakeEstimator, aws: Aws) -> None:

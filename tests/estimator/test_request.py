@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from smpkit_estimator.aws import request_shape
 from smpkit_estimator.hyperparameters import distribution_hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import TrainingPlan, build_request
+from tests.estimator.conftest import with_sdk2
+from tests.estimator.golden import recorded
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
 
-GOLDEN = Path(__file__).with_name("golden")
+RECORDED = recorded()
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
-SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
 
 CONTEXT = {
     "name": JOB_NAME,
@@ -42,23 +42,21 @@ def all_of_ours() -> dict[str, TrainingPlan]:
     return made
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.json")))
+@pytest.mark.parametrize("name", sorted(RECORDED))
 def test_a_request_equals_the_sdks_field_by_field(name: str) -> None:
-    golden = json.loads((GOLDEN / f"{name}.json").read_text())
-    assert all_of_ours()[name].body == golden
-    assert preflight(golden, SHAPE) == []
+    assert all_of_ours()[name].body == RECORDED[name]
+    assert preflight(RECORDED[name], SHAPE) == []
 
 
 def test_there_is_a_golden_file_for_every_case() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.json")} == set(all_of_ours())
+    assert set(RECORDED) == set(all_of_ours())
 
 
-@pytest.mark.skipif(SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` installs and runs it")
+@with_sdk2
 def test_the_real_sdk_sends_what_the_golden_files_say() -> None:
     from tests.estimator.golden.real_sdk2 import requests_of_the_sdk
 
-    for name, request in requests_of_the_sdk().items():
-        assert request == json.loads((GOLDEN / f"{name}.json").read_text()), name
+    assert requests_of_the_sdk() == RECORDED
 
 
 def test_spot_always_says_how_long_it_waits() -> None:
@@ -68,7 +66,7 @@ def test_spot_always_says_how_long_it_waits() -> None:
 
 
 def test_no_sdk_comes_along_unasked() -> None:
-    """Surprise 14: tools that need one SDK cannot be installed beside those that need the other."""
+    """Tools that need one SDK cannot be installed beside those that need the other."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and newer")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert not [name for name in project["dependencies"] if name.startswith("sagemaker")]
@@ -109,11 +107,3 @@ def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
 def test_a_distribution_on_the_wire(distribution: dict[str, Any], expected: dict[str, str]) -> None:
     job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
     assert distribution_hyperparameters(job) == expected
-
-
-@pytest.mark.parametrize("key", ["partitions", "pipeline_parallel_degree"])
-def test_parameters_keep_the_users_own_keys(key: str) -> None:
-    """Hugging Face looks for `partitions`, and it is the user's word for it that must arrive."""
-    distribution = {"enabled": True, "parameters": {key: 2}}
-    job = JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution})
-    assert json.loads(distribution_hyperparameters(job)["mp_parameters"]) == {key: 2}

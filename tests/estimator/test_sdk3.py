@@ -38,7 +38,7 @@ VALUES = {"epochs": 3, "text": "a b", "flag": True}
     ],
 )
 def test_what_a_shell_file_cannot_hold_is_refused(values: dict[str, Any], message: str) -> None:
-    """Surprise 5: the file that SDK v3's script writes could not be loaded, on machines that are paid for."""
+    """The file that SDK v3's script writes could not be loaded, on machines that are paid for."""
     job = job_from_arguments({"entry_point": "train.py", "hyperparameters": values})
     (problem,) = not_for_shell_files(for_trainer(job))
     assert str(problem).startswith(message)
@@ -71,7 +71,7 @@ def test_options_are_checked_at_once(options: dict[str, Any], message: str) -> N
 
 @with_sdk3
 def test_the_request_of_a_model_trainer(tmp_path: Path) -> None:
-    """Surprises 4 and 5: every host gets our driver, and the hyperparameters that it starts all ranks from."""
+    """Every host gets our driver, and the hyperparameters that it starts all ranks from."""
     request, uploads = sent_by_model_trainer(tmp_path)
     got = request["HyperParameters"]
     assert json.loads(got["mp_parameters"]) == SMP
@@ -103,7 +103,7 @@ exec env -i PATH={path} PYTHONPATH={modules} TRAINING_JOB_NAME=job /bin/bash -c 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, to be a first process")
 @pytest.mark.parametrize("there", [True, False], ids=["smpkit in the image", "not there"])
 def test_sigterm_reaches_the_launcher_through_the_sdks_own_start_script(tmp_path: Path, there: bool) -> None:
-    """Surprise 7: the shell that SDK v3 makes the first process would keep SIGTERM, and the ranks would be killed."""
+    """The shell that SDK v3 makes the first process would keep SIGTERM, and the ranks would be killed."""
     from sagemaker.train.constants import DEFAULT_CONTAINER_ARGUMENTS
 
     request, uploads = sent_by_model_trainer(tmp_path)
@@ -143,28 +143,6 @@ def test_sigterm_reaches_the_launcher_through_the_sdks_own_start_script(tmp_path
                 os.kill(int(first), signal.SIGTERM if line == "launcher ['train'] 1\n" else signal.SIGKILL)
     assert container.returncode == (7 if there else 1), said
     assert ("error: smpkit is not in this image" in said) is not there
-
-
-@with_sdk3
-def test_the_sdks_own_start_script_survives_our_hyperparameters(tmp_path: Path) -> None:
-    """Surprise 5: with an apostrophe in a hyperparameter, the file that SDK v3's script writes cannot be loaded."""
-    import sagemaker.train
-
-    script = Path(sagemaker.train.__file__).parent / "container_drivers" / "scripts" / "environment.py"
-    for values, good in (({"name": "it's"}, False), (adapter().hyperparameters("train.py", VALUES), True)):
-        code = (
-            f"import sys, importlib.util as u; sys.path.insert(0, {str(script.parent.parent)!r})\n"
-            f"s = u.spec_from_file_location('e', {str(script)!r}); e = u.module_from_spec(s); s.loader.exec_module(e)\n"
-            "r = {'current_host': 'algo-1', 'current_instance_type': 'x', 'hosts': ['algo-1'],"
-            " 'network_interface_name': 'eth0'}\n"
-            f"e.set_env(r, {{}}, {values!r}, {str(tmp_path / 'env')!r})\n"
-        )
-        environ = {**os.environ, "TRAINING_JOB_NAME": "job"}
-        subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, timeout=150)
-        done = subprocess.run(
-            ["bash", "-ec", f"source {tmp_path / 'env'}"], capture_output=True, timeout=150, check=False
-        )
-        assert (done.returncode == 0) == good, done.stderr
 
 
 def test_the_driver_becomes_the_launcher(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,14 @@ from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.search import simple
 from smpkit.plan.schedule.simulate import Cause, simulate
 from tests.observe.logs import COSTS, chain, header, logs_of
+
+
+def changed(change: Callable[[Event], Event | None]) -> list[RankLog]:
+    """Return the logs of a step of two ranks with other events."""
+    return [
+        replace(log, events=tuple(other for event in log.events if (other := change(event)) is not None))
+        for log in logs_of(chain(2, 2))
+    ]
 
 
 def executed(logs: list[RankLog], number: int = 0) -> ExecutedStep:
@@ -80,22 +89,14 @@ def test_a_first_microbatch_that_ran_straight_through_follows_the_plan() -> None
 
 
 def test_a_step_without_a_schedule_has_no_plan() -> None:
-    logs = [
-        replace(each, events=tuple(replace(e, schedule="") if isinstance(e, StepSpan) else e for e in each.events))
-        for each in logs_of(chain(2, 2))
-    ]
-    step = executed(logs)
+    step = executed(changed(lambda event: replace(event, schedule="") if isinstance(event, StepSpan) else event))
     assert step.planned is None
     assert not step.follows_plan
     assert step.executed.bubble > 0
 
 
 def test_a_step_in_which_nothing_ran_is_empty() -> None:
-    logs = [
-        replace(each, events=tuple(e for e in each.events if isinstance(e, StepSpan | PlannedSchedule)))
-        for each in logs_of(chain(2, 2))
-    ]
-    step = executed(logs)
+    step = executed(changed(lambda event: event if isinstance(event, StepSpan | PlannedSchedule) else None))
     assert step.executed.makespan_seconds == 0
     assert step.links == ()
 
@@ -111,10 +112,7 @@ def test_a_step_in_which_nothing_ran_is_empty() -> None:
     ids=["damaged", "missing", "kind", "segment"],
 )
 def test_events_that_contradict_each_other_are_refused(change: dict[type, dict[str, object]], message: str) -> None:
-    logs = [
-        replace(each, events=tuple(replace(e, **change.get(type(e), {})) for e in each.events))  # type: ignore[arg-type]
-        for each in logs_of(chain(2, 2))
-    ]
+    logs = changed(lambda event: replace(event, **change.get(type(event), {})))  # type: ignore[arg-type]
     with pytest.raises(EventsError) as caught:
         executed(logs)
     assert message in caught.value.message

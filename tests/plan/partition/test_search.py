@@ -37,14 +37,23 @@ def test_llama_8b_is_cut_evenly(num_partitions: int, worst: float) -> None:
     assert partition(llama_8b(), num_partitions, 0.2).compute_imbalance == pytest.approx(worst, abs=1e-3)
 
 
-def test_memory_weight_decides_between_memory_and_compute() -> None:
-    units = [UnitCost("embed", 30, 0, 0.0), *layers(3), UnitCost("head", 0, 0, 3.0)]
-    assert places(partition(units, 2, 1.0)) == "01111"
-    assert places(partition(units, 2, 0.0)) == "00001"
+MIXED = [UnitCost("embed", 30, 0, 0.0), *layers(3), UnitCost("head", 0, 0, 3.0)]
+FREE = [UnitCost(name) for name in "abcd"]
 
 
-def test_units_without_memory_are_dealt_evenly_where_only_memory_counts() -> None:
-    assert places(partition(layers(4, num_bytes=0), 2, 1.0)) == "0011"
+@pytest.mark.parametrize(
+    ("units", "memory_weight", "expected"),
+    [
+        (MIXED, 1.0, "01111"),
+        (MIXED, 0.0, "00001"),
+        (layers(4, num_bytes=0), 1.0, "0011"),
+        *((FREE, weight, "0011") for weight in (0.0, 0.5, 1.0)),
+        ([UnitCost("a", 3), UnitCost("b", 1), UnitCost("c", 1)], 0.2, "011"),
+    ],
+    ids=["memory", "compute", "no memory", "free, compute", "free, both", "free, memory", "parameters without flops"],
+)
+def test_memory_weight_decides_what_is_divided(units: list[UnitCost], memory_weight: float, expected: str) -> None:
+    assert places(partition(units, 2, memory_weight)) == expected
 
 
 def test_a_checkpointed_unit_computes_its_forward_twice() -> None:
@@ -106,15 +115,6 @@ def test_no_cut_makes_the_dearest_chunk_cheaper(flops: list[int], num_partitions
     assert max(sum(flops[index] for index in run) for run in runs) == min(every)
 
 
-@pytest.mark.parametrize("memory_weight", [0.0, 0.5, 1.0])
-def test_units_without_any_cost_count_alike(memory_weight: float) -> None:
-    assert places(partition([UnitCost(name) for name in "abcd"], 2, memory_weight)) == "0011"
-
-
-def test_without_flops_parameters_decide() -> None:
-    assert places(partition([UnitCost("a", 3), UnitCost("b", 1), UnitCost("c", 1)], 2, 0.2)) == "011"
-
-
 TIED = [UnitCost("embed", 40, 0, 0.0, shared={"wte": 40}), *layers(4), UnitCost("head", 40, 0, 1.0, shared={"wte": 40})]
 
 
@@ -124,23 +124,18 @@ def test_tied_units_may_live_apart_with_a_copy_each() -> None:
     assert [load.parameters_bytes for load in found.loads] == [60, 60]
 
 
-def test_the_innermost_name_wins() -> None:
-    units = [UnitCost("model.layers.0.a"), UnitCost("model.layers.0.b"), UnitCost("model.layers.1.a")]
-    found = assign(units, 3, {"model": 1, "model.layers.0": 2, "model.layers.0.b": 0}, default_partition=0)
-    assert places(found) == "201"
-
-
-def test_the_whole_model_can_be_named() -> None:
-    assert places(assign(layers(3), 2, {"": 1}, default_partition=0)) == "111"
-
-
-def test_a_name_covers_whole_names_only() -> None:
-    units = [UnitCost("layer"), UnitCost("layer2")]
-    assert places(assign(units, 2, {"layer": 1}, default_partition=0)) == "10"
-
-
-def test_what_is_not_named_goes_to_the_default() -> None:
-    assert places(assign(layers(4), 3, {"layers.2": 0}, default_partition=2)) == "2202"
+@pytest.mark.parametrize(
+    ("names", "pins", "default", "expected"),
+    [
+        ("model.0.a model.0.b model.1.a", {"model": 1, "model.0": 2, "model.0.b": 0}, 0, "201"),
+        ("layers.0 layers.1 layers.2", {"": 1}, 0, "111"),
+        ("layer layer2", {"layer": 1}, 0, "10"),
+        ("layers.0 layers.1 layers.2 layers.3", {"layers.2": 0}, 2, "2202"),
+    ],
+    ids=["the innermost name wins", "the whole model", "whole names", "the rest goes to the default"],
+)
+def test_a_name_covers_what_is_below_it(names: str, pins: dict[str, int], default: int, expected: str) -> None:
+    assert places(assign([UnitCost(name) for name in names.split()], 3, pins, default)) == expected
 
 
 @pytest.mark.parametrize(

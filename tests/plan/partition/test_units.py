@@ -26,12 +26,6 @@ def names(model: Node) -> list[str]:
     return [unit.name for unit in unit_tree(model).units]
 
 
-def test_a_sequential_is_cut_into_its_children() -> None:
-    model = stack("", leaf("0"), leaf("1", "ReLU"), block("2"), kind="Sequential")
-    assert names(model) == ["0", "1", "2"]
-    assert unit_tree(model).spanning == ("",)
-
-
 def test_a_transformer_is_cut_into_leaves_and_blocks() -> None:
     inner = module(
         "model",
@@ -68,6 +62,7 @@ CASES: dict[str, tuple[Node, list[str]]] = {
         module("", "Swin", stack("stages", module("stages.0", "Stage", BLOCKS, leaf("stages.0.downsample")))),
         ["stages.0.blocks.0", "stages.0.blocks.1", "stages.0.downsample"],
     ),
+    "a Sequential": (stack("", leaf("0"), leaf("1", "ReLU"), block("2"), kind="Sequential"), ["0", "1", "2"]),
     "a Sequential in a Sequential": (
         stack("", stack("0", leaf("0.0"), leaf("0.1"), kind="Sequential"), leaf("1"), kind="Sequential"),
         ["0.0", "0.1", "1"],

@@ -42,6 +42,12 @@ def job(gib: float = 16, *, degrees: tuple[int, ...] = (1, 2), ranks: int = 4, s
     return Job({degree: gpt(degree=degree) for degree in degrees}, with_device(gib), ranks, samples)
 
 
+def with_costs(**costs: Any) -> ModelFacts:
+    """Return a model whose units have other costs."""
+    model = gpt()
+    return replace(model, units=tuple(replace(unit, cost=replace(unit.cost, **costs)) for unit in model.units))
+
+
 def predicted(where: Job, **parameters: Any) -> Prediction | RuledOut:
     config, _ = ModelParallelConfig.from_sources({"ddp": True, **parameters}, None)
     return predict(config, where)
@@ -115,9 +121,7 @@ def test_what_the_runtime_spends_on_actions_counts() -> None:
 
 
 def test_a_backward_that_computes_something_again_has_no_halves_that_cost_more() -> None:
-    model = gpt()
-    units = [replace(each, cost=replace(each.cost, weight_products=10, recomputed_flops=1e9)) for each in model.units]
-    where = replace(job(), models={1: replace(model, units=tuple(units))})
+    where = replace(job(), models={1: with_costs(weight_products=10, recomputed_flops=1e9)})
     dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
     settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": "zero_bubble"}
     plain, split = (a_prediction(each, **settings) for each in (where, dear))
@@ -134,15 +138,8 @@ def test_ranks_that_share_cores_wait_for_each_other() -> None:
     assert alone.parts["compute"] + alone.parts["bubble"] < work / 2
 
 
-def with_operators(count: int, moved_bytes: int = 0) -> ModelFacts:
-    """Return a model each of whose units calls so many operators."""
-    model = gpt()
-    units = [replace(each.cost, operations=count, moved_bytes=moved_bytes) for each in model.units]
-    return replace(model, units=tuple(replace(unit, cost=cost) for unit, cost in zip(model.units, units, strict=True)))
-
-
 def test_operators_and_what_they_move_cost_time_beside_products() -> None:
-    where = Job({1: with_operators(100, 10**9)}, MACHINE, 1, 8)
+    where = Job({1: with_costs(operations=100, moved_bytes=10**9)}, MACHINE, 1, 8)
     plain = a_prediction(where, microbatches=8).step_seconds
     slow = replace(MACHINE, operation_seconds=1e-3, moved_bytes_per_second=1e10)
     # A host runs ahead of its GPU: 13 products of 0.1 s and 14 values of 0.1 s hide 0.1 s of operators in each.
@@ -302,9 +299,7 @@ def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
 
 
 def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight() -> None:
-    model = gpt()
-    units = [replace(each, cost=replace(each.cost, weight_products=10)) for each in model.units]
-    where = replace(job(), models={1: replace(model, units=tuple(units))})
+    where = replace(job(), models={1: with_costs(weight_products=10)})
     dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
     for pipeline, more in (("interleaved", 0.0), ("zero_bubble", 8 * 10 * 1e-3)):
         settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
