@@ -177,6 +177,9 @@ def described_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
     if not index.isdecimal() or int(index) >= len(hosts):
         hint = "start this with `srun`, in a pod of an Indexed Job, or on a node of AWS Batch"
         raise LaunchError(f"none of {', '.join(_INDEX)} is the number of one of {len(hosts)} hosts", hint=hint)
+    port = environ.get(names.PORT) or ""
+    if port and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise LaunchError(f"{names.PORT} is {port!r}", hint="it is the number of a TCP port, 1 to 65535")
     machine = environ.get(names.MACHINE) or "local"
     group = {"instance_group_name": HOMOGENEOUS, "instance_type": machine, "hosts": hosts}
     return {
@@ -188,7 +191,7 @@ def described_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
         "network_interface_name": environ.get(names.INTERFACE) or "",
         # Batch tells the first host's address to the others only.
         "first_address": next((environ[name] for name in _FIRST if environ.get(name)), "localhost"),
-        **({"port": int(environ[names.PORT])} if environ.get(names.PORT) else {}),
+        **({"port": int(port)} if port else {}),
     }
 
 

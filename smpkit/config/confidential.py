@@ -12,6 +12,7 @@ HIDDEN = "(hidden)"
 
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:password|passwd|passphrase|pwd|secret|secrets|token|credential|credentials|apikey"
+    r"|authorization|connection_string|(?:db|database|user|admin|smtp|redis|pg)_?pass"
     r"|(?:api|access|secret|private|auth|account|encryption|signing|license|wandb|openai)_?key(?:_id)?)$"
 )
 _SPECIAL_TOKEN = re.compile(
@@ -22,6 +23,7 @@ _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:AKIA|ASIA)[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}"
     r"|github_pat_[A-Za-z0-9_]{40,}|glpat-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|sk-[A-Za-z0-9_-]{20,}"
     r"|AIza[A-Za-z0-9_-]{35}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*)(?![A-Za-z0-9])"
+    r"|(?<=://hooks\.slack\.com/services/)[A-Za-z0-9/]+"
     r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)|-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
 )
 """Forms of keys: AWS, Hugging Face, GitHub, GitLab, Slack, OpenAI, Google, JWT, `user:password@`, private keys."""

@@ -21,11 +21,17 @@ _OURS: Mapping[str, str] = {
     "np": "set `processes_per_host` instead",
     "n": "set `processes_per_host` instead",
     "c": "set `processes_per_host` instead",
+    "N": "set `processes_per_host` instead",
+    "npernode": "set `processes_per_host` instead",
+    "pernode": "set `processes_per_host` instead",
+    "app": "every rank runs the job's script",
     "host": "hosts come from the platform",
     "H": "hosts come from the platform",
     "hostfile": "hosts come from the platform",
     "machinefile": "hosts come from the platform",
     "default-hostfile": "hosts come from the platform",
+    "add-host": "hosts come from the platform",
+    "add-hostfile": "hosts come from the platform",
 }
 
 

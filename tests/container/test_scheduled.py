@@ -33,6 +33,11 @@ def test_a_host_that_nobody_knows_is_refused(index: dict[str, str]) -> None:
         described_hosts({**HOSTS, **index})
 
 
+def test_a_port_that_is_none_is_refused() -> None:
+    with pytest.raises(LaunchError, match="SMPKIT_PORT is 'abc'"):
+        described_hosts({**HOSTS, "SLURM_NODEID": "1", "SMPKIT_PORT": "abc"})
+
+
 def test_a_host_has_a_base_of_its_own_with_places_that_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "input" / "config").mkdir(parents=True)
     (tmp_path / "input" / "config" / "hyperparameters.json").write_text("{}")

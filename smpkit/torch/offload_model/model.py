@@ -130,11 +130,11 @@ class OffloadModel(nn.Module):
         self._unpacks = isinstance(model, list)
         """Whether a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's
         lists; the layers of an `nn.Sequential` get what the layer before returned as one argument."""
-        self._is_chain = self._unpacks or (isinstance(model, nn.Sequential) and layers is None)
+        self._is_chain = self._unpacks or (layers is None and _only_calls_its_layers(model))
         if num_microbatches > 1 and not self._is_chain:
             raise UsageError(
-                f"num_microbatches={num_microbatches} needs a model that is a chain: an nn.Sequential or a list, not a"
-                f" {type(model).__name__}",
+                f"num_microbatches={num_microbatches} needs a chain: a list, or an nn.Sequential without `layers`, and"
+                f" without a forward, weights or hooks of its own; this is a {type(model).__name__}",
                 hint="add up the gradients of several smaller batches instead (`(loss / count).backward()` for each)",
             )
         blocks = _layers_of(model, layers)
@@ -351,6 +351,15 @@ def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | 
 
     call.checkpointing = around
     return functools.partial(setattr, call, "checkpointing", before)
+
+
+def _only_calls_its_layers(model: Any) -> bool:
+    """Return whether a model is an nn.Sequential whose call does nothing but to call its layers in order."""
+    if not isinstance(model, nn.Sequential) or ModuleCall.of(model).is_compiled:
+        return False
+    own_forward = type(model).forward is not nn.Sequential.forward or "forward" in vars(model)
+    hooks = model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks
+    return not own_forward and not any((model._parameters, model._buffers, *hooks))
 
 
 def _layers_of(model: Any, paths: Sequence[str] | None) -> list[nn.Module]:

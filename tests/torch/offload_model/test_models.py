@@ -136,5 +136,5 @@ def test_a_plain_model_is_whole_again_when_its_offload_model_is_gone() -> None:
 
 
 def test_microbatches_of_such_a_model_are_refused() -> None:
-    with pytest.raises(UsageError, match="num_microbatches=2 needs a model that is a chain"):
+    with pytest.raises(UsageError, match="num_microbatches=2 needs a chain"):
         OffloadModel(LanguageModel(), CPU, num_microbatches=2)

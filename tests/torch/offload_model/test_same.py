@@ -94,6 +94,23 @@ def tied() -> nn.Module:
     return model
 
 
+class Residual(nn.Sequential):
+    """A Sequential that does more than to call its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.scale + super().forward(value)
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_forward_hook(lambda _module, _args, output: 2 * output)
+    return model
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -451,6 +468,8 @@ ROWS = {
     "several backwards, clipped": Row(layers, trained(backwards=3, max_grad_norm=0.05), tolerance=1e-5),
     "frozen and unused weights": Row(frozen, trained()),
     "tied weights": Row(tied, trained(), {"num_slices": 4}),
+    "a Sequential with a forward of its own": Row(Residual, trained()),
+    "a Sequential with a hook": Row(hooked, trained()),
     "tied weights, clipped": Row(tied, trained(max_grad_norm=0.05), {"num_slices": 4}),
     "tied weights, updated in backward": Row(tied, trained(overlap="backward"), {"num_slices": 4}),
     "weights that change before the step": Row(layers, change_weights_before_the_step),
