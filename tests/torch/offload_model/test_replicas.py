@@ -73,6 +73,7 @@ def test_replicas_train_as_one(on_device: bool, ours: bool) -> None:
             torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("world")
 def test_other_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     smp.init({})
     monkeypatch.setitem(vars(state), "tp_size", 2)

@@ -182,6 +182,7 @@ def test_a_later_call_for_a_part_overrides_that_for_the_whole() -> None:
 # --- model_creation ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("world")
 def test_model_creation_takes_the_delay_from_the_configuration() -> None:
     smp.init({"delayed_parameter_initialization": True})
     with smp.model_creation(tensor_parallelism=True, dtype=torch.bfloat16, fused_softmax=False):
