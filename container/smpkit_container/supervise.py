@@ -148,7 +148,7 @@ class _Rank:
         self.status: int | None = None
         self.ended_seconds = 0.0
         self.peak_bytes = 0
-        self.stopped = False
+        self.was_cut_short = False
         """Whether it still ran when the launcher began to end a run that had failed."""
         self.doing: RankStatus | None = None
         """What it did as it ended, if it uses smpkit."""
@@ -231,7 +231,7 @@ class _Rank:
             status=self.status,
             seconds=self.ended_seconds,
             error=RankError.of_report(json.loads(report)) if report.endswith(b"\n") else None,
-            stopped=self.stopped,
+            stopped=self.was_cut_short,
             last_lines=tuple(self.last_lines),
             peak_bytes=self.peak_bytes,
             stack=self.notes["stack"].decode("utf-8", errors="replace"),
@@ -356,7 +356,7 @@ class Host:
             self._terminate()
         elif self._phase is Phase.SETTLING:
             for rank in self._running():
-                rank.stopped = not rank.failed  # one that has raised may hang while it exits
+                rank.was_cut_short = not rank.failed  # one that has raised may hang while it exits
                 rank.signal(signal.SIGUSR1)  # faulthandler writes the stack to its pipe
             self._enter(Phase.ASKING, self._timeouts.answer)
         elif self._phase is Phase.ASKING:

@@ -16,6 +16,9 @@ from smpkit.config.section import Section, explain, instead, validated
 from smpkit.config.words import quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
+Pipeline = Literal["simple", "interleaved", "zero_bubble", "_only_forward"]
+"""The schedules; `smpkit.plan.decide.Policy.schedule` makes each."""
+
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 """Where SageMaker's containers hand the parameters to the script, as JSON."""
 
@@ -85,7 +88,7 @@ class ModelParallelConfig(Section):
     With virtual stages: `2 × pipeline_parallel_degree`, more where that does not divide `microbatches`.
     """
 
-    pipeline: Literal["simple", "interleaved", "zero_bubble", "_only_forward"] = "interleaved"
+    pipeline: Pipeline = "interleaved"
     """Schedule. `simple`: all forwards, then all backwards; `interleaved`: each backward as soon as possible.
 
     `zero_bubble` (*smpkit's own*): `interleaved`, with gradients of weights later than those of inputs where that is
@@ -351,7 +354,7 @@ class ModelParallelParameters(TypedDict, total=False):
     microbatches: int
     virtual_pipeline_degree: int
     active_microbatches: int
-    pipeline: Literal["simple", "interleaved", "zero_bubble", "_only_forward"]
+    pipeline: Pipeline
     ddp: bool
     ddp_port: int | None
     ddp_dist_backend: Literal["auto", "nccl", "gloo"]

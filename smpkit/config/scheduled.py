@@ -42,7 +42,7 @@ def is_scheduled(environ: Mapping[str, str]) -> bool:
 
 
 STOPPED: Final = 143
-"""Exit code of a launcher that SIGTERM ended, as a shell has it, whether or not its ranks have saved. Slurm's batch
-script queues such a job again, unless somebody stopped it."""
+"""Exit code of a launcher that SIGTERM ended, as a shell has it, if all its ranks ended with 0 or by SIGTERM, whether
+or not they have saved. Slurm's batch script queues such a job again, unless somebody stopped it."""
 LOST: Final = 75
 """Exit code of a launcher that ended because another host was lost (`EX_TEMPFAIL`): worth another try."""

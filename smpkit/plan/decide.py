@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.config.modelparallel import ModelParallelConfig, Pipeline
 from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.simulate import Forecast, forecast
@@ -41,7 +41,7 @@ unequal length. A schedule without slack, as 1F1B, waits for all of that in each
 class Policy:
     """How to order a step: `pipeline` and `active_microbatches` of the configuration."""
 
-    pipeline: str
+    pipeline: Pipeline
     active_microbatches: int
 
     @classmethod

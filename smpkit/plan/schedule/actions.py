@@ -1,8 +1,8 @@
 """A schedule: for each pipeline rank the list of actions that it executes, in order, one after the other.
 
 The same object is drawn, simulated, checked and executed. It holds no times: how long an action takes and how long a
-value travels are `Costs`, by which the planner compares schedules. `check` shares no code with the
-planner, so a mistake of the one is not repeated by the other.
+value travels are `Costs`, by which the planner compares schedules. `check` follows the actions
+by itself, so it does not repeat a mistake of the planner's search.
 """
 
 from __future__ import annotations

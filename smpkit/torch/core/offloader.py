@@ -1,8 +1,8 @@
 """Where the inputs of checkpointed calls wait for backward: on the device, or with the engine that is installed.
 
 A checkpointed call *parks* its inputs when its forward begins, and takes them when backward runs it again. Without an
-engine that offloads (`smpkit/torch/offload`), they stay where they are. Callers never import the engine, which lies
-above them.
+engine that offloads (`smpkit/torch/offload`), they stay where they are. Callers import this file, and not the engine,
+which lies above it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ compute for a load that it needs, and the reuse of memory for copies that still 
     on the device ──send──► both, copying out ──copied──► on the host ──load──► both, copying back ──take──► on the host
 
 An object holds what it may still need, and Python's reference counts do the rest: a graph holds its `_Parked`, that its
-`_Saved`, those their `Block`, which goes back to the arena with the last of them. When a call has taken its inputs, the
-engine drops the device's bytes; those on the host stay as long as the graph, for a second backward.
+`_Storage`, those their `Block`, which goes back to the arena with the last of them. When a call has taken its inputs,
+the engine drops the device's bytes; those on the host stay as long as the graph, for a second backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MIN_HELD: Final = 2
 """Calls whose copies get time to end before a stream waits for them, where this thread runs ahead of the device."""
 
 
-class _Saved:
+class _Storage:
     """The memory of a tensor: its bytes are on the device, on the host, or on both."""
 
     def __init__(self, engine: ActivationEngine, tensor: Tensor, storage: torch.UntypedStorage) -> None:
@@ -78,10 +78,10 @@ class _Saved:
     __del__ = free
 
 
-class _Tensor:
-    """One tensor of a call: all of a `_Saved`, a view of one, or, if it stays, the tensor itself."""
+class _ParkedTensor:
+    """One tensor of a call: all of a `_Storage`, a view of one, or, if it stays, the tensor itself."""
 
-    def __init__(self, tensor: Tensor, saved: _Saved | None, alias: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor, saved: _Storage | None, alias: Tensor | None = None) -> None:
         self.saved, self.version = saved, version_of(tensor)
         self.alias = tensor
         """Tells whether somebody has changed the tensor; without memory, if that leaves."""
@@ -109,8 +109,8 @@ class _Parked(Parked):
 
     def __init__(self, engine: ActivationEngine, index: int, name: str, microbatch: int | None) -> None:
         self._engine, self.index, self.name, self.microbatch = engine, index, name, microbatch
-        self.tensors: list[_Tensor] = []
-        self.saved: list[_Saved] = []
+        self.tensors: list[_ParkedTensor] = []
+        self.saved: list[_Storage] = []
         """The memory of those that may leave, each once."""
 
     @property
@@ -152,10 +152,10 @@ class ActivationEngine(Offloader):
         self.on_stall: Callable[[str, Any, Any], object] | None = None
         """Called with a call's label, and the link's stamps before and after each wait for one of its copies."""
         self._min_bytes = max(1, link.min_bytes if min_bytes is None else min_bytes)
-        self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        self._saved: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         """By the address of the storage, to recognise one that several calls keep."""
         self._parked: weakref.WeakValueDictionary[int, _Parked] = weakref.WeakValueDictionary()
-        self._leaving: deque[tuple[int, weakref.ref[_Saved]]] = deque()
+        self._leaving: deque[tuple[int, weakref.ref[_Storage]]] = deque()
         """What is being copied out, with the number of its call, the oldest first."""
         self._loaded: set[int] = set()
         """Calls that were loaded ahead, and that backward has not come to."""
@@ -226,18 +226,20 @@ class ActivationEngine(Offloader):
         self._free_copied()  # of the calls before: this one is the latest now
         self.tuner.begin_layer(0)
         self._load_ahead()
-        new: list[_Saved] = []
-        parked.tensors = [_Tensor(tensor, self._saved_of(tensor, parked, new, self._min_bytes)) for tensor in tensors]
+        new: list[_Storage] = []
+        parked.tensors = [
+            _ParkedTensor(tensor, self._saved_of(tensor, parked, new, self._min_bytes)) for tensor in tensors
+        ]
         self._parked[parked.index] = parked
         self._begin_leaving(parked, new)
         return parked
 
     def add(self, parked: _Parked, tensor: Tensor, must_leave: str | None) -> None:
         """Park one more tensor of a call, an output of an operator that a policy offloads."""
-        new: list[_Saved] = []
+        new: list[_Storage] = []
         saved = self._saved_of(tensor, parked, new, 1 if must_leave else self._min_bytes)
         reason = None if saved else self._why_not(tensor)
-        parked.tensors.append(_Tensor(tensor, saved, alias=tensor))
+        parked.tensors.append(_ParkedTensor(tensor, saved, alias=tensor))
         if not reason and not self._begin_leaving(parked, new):
             reason = "host memory for activations is used up"
         if reason and must_leave:
@@ -252,7 +254,7 @@ class ActivationEngine(Offloader):
                 f"outputs that a policy offloads stay on the device, in {parked.label} and elsewhere: {reason}",
             )
 
-    def _saved_of(self, tensor: Tensor, parked: _Parked, new: list[_Saved], min_bytes: int) -> _Saved | None:
+    def _saved_of(self, tensor: Tensor, parked: _Parked, new: list[_Storage], min_bytes: int) -> _Storage | None:
         """Return the record of a tensor's memory for a call; None if that stays on the device."""
         if not self._can_leave(tensor):
             return None
@@ -264,7 +266,7 @@ class ActivationEngine(Offloader):
             return None
         saved = self._saved.get(storage._cdata)
         if saved is None or saved.storage() is not storage or saved.version != tensor._version:
-            saved = self._saved[storage._cdata] = _Saved(self, tensor, storage)
+            saved = self._saved[storage._cdata] = _Storage(self, tensor, storage)
             new.append(saved)
         elif (stream := self.link.stream()) != saved.stream:
             self.link.before_reuse(tensor, DONE, stream)  # this call's work reads the memory when another gives it back
@@ -292,7 +294,7 @@ class ActivationEngine(Offloader):
             return f"it lies on {tensor.device}, not on {self.link.device}"
         return f"it is a {type(tensor).__name__} of layout {tensor.layout}, a view of a weight, or under a transform"
 
-    def _begin_leaving(self, parked: _Parked, new: Sequence[_Saved]) -> bool:
+    def _begin_leaving(self, parked: _Parked, new: Sequence[_Storage]) -> bool:
         """Begin to copy to one block, unless backward needs it soon; return False if there is no room for it."""
         self.stats.hold(sum(saved.num_bytes for saved in new))
         if not new or self.order.is_needed_within(self.tuner.lead):
@@ -341,7 +343,7 @@ class ActivationEngine(Offloader):
                 self._free(saved, index)
             self._leaving.popleft()
 
-    def _free(self, saved: _Saved, index: int) -> None:
+    def _free(self, saved: _Storage, index: int) -> None:
         """Let go of the device's memory. Where this thread is ahead, compute may wait for a copy out: a stall."""
         copy = saved.last_copy()
         is_late = saved.data is not None and copy is not None and copy is saved.out and not copy.done()
@@ -356,7 +358,7 @@ class ActivationEngine(Offloader):
             self._current = parked.index
             self.order.begin_backward(parked.index)
             self._loaded.discard(parked.index)
-            self._stay(parked)
+            self._cancel_leaving(parked)
             self._free_copied()
             self.tuner.begin_layer(sum(saved.num_bytes for saved in parked.saved))
         self._load(parked)
@@ -379,10 +381,10 @@ class ActivationEngine(Offloader):
     def _load_ahead(self) -> None:
         """Issue the loads of what is needed soon."""
         for index in self.order.upcoming(self.tuner.lead):
-            if (parked := self._parked.get(index)) is not None and (self._stay(parked) | self._load(parked)):
+            if (parked := self._parked.get(index)) is not None and (self._cancel_leaving(parked) | self._load(parked)):
                 self._loaded.add(index)
 
-    def _stay(self, parked: _Parked) -> bool:
+    def _cancel_leaving(self, parked: _Parked) -> bool:
         """Let what is still on the device stay there, for its load is due; return whether there was any."""
         leaving = [saved for saved in parked.saved if saved.is_leaving()]
         for saved in leaving:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,12 +17,13 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.decide import Policy, assign_units
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.mesh import CommGroup
-from smpkit.plan.partition.assignment import Assignment
+from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.torch.core import devices
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipants
-from smpkit.torch.core.tensor_spec import signature
+from smpkit.torch.core.tensor_spec import map_tensors, signature
 from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import message_groups
 from smpkit.torch.distributed.objects import object_from
@@ -36,22 +40,13 @@ from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.manual import manual_placement
 from smpkit.torch.placement.placement import Placement, keep_local_parameters
-from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
+from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model, run_fake
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recording.recorder import current_recorder
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
-import functools
-import time
-from collections.abc import Collection
-from dataclasses import replace
-
-from smpkit.plan.partition.assignment import UnitCost
-from smpkit.torch.core import devices
-from smpkit.torch.core.tensor_spec import map_tensors
-from smpkit.torch.placement.trace import restoring_model
 
 _ASSIGNMENT: Final = "the partition assignment"
 _NUMBERS: Final = (int, float)

@@ -1,4 +1,4 @@
-"""One checkpointed call: run it, keep its inputs and nothing else, and run it again in backward.
+"""One checkpointed call: run it, keep its inputs (and outputs that a policy names), and run it again in backward.
 
 ::
 

@@ -193,7 +193,7 @@ def test_without_updates_that_torch_tells_of_it_begins_all_the_same() -> None:
     fitted = smpkit.fit(model, device_gib=1)
     for _ in range(70):
         model(torch.ones(BATCH, WIDTH)).sum().backward()
-    assert fitted.report().layers
+    assert fitted.has_chosen
 
 
 def changed(change: Callable[[Model], object]) -> Callable[[], nn.Module]:
