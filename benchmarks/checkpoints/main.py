@@ -77,6 +77,7 @@ def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
     folder = _common_folder()  # one for all turns, as a training has one for all its saves
 
     def turn(save: Save) -> tuple[float, ...]:
+        dist.barrier()  # rank 0 has removed what the turn before saved
         start, cpu = time.perf_counter(), time.process_time()
         end = save(folder)
         held = time.perf_counter() - start
