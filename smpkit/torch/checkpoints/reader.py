@@ -167,14 +167,14 @@ class CheckpointReader(Reader):
                 raise CheckpointError(damage)
             missing = [name for name in self.index.files if not (path / name).is_file()]
         self._missing = frozenset(missing)
-        self._weights_only = weights_only
+        self._weights_only, self._verify_checksums = weights_only, verify_checksums
         self._to_verify = set(self.index.files) if verify_checksums else set[str]()
         super().__init__(path, {name: self._describe(spec) for name, spec in self.index.tensors.items()})
         self.objects = self.index.objects.keys()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None and Path(checkpoint_id) != self.folder:
-            type(self).__init__(self, checkpoint_id, verify_checksums=bool(self._to_verify))
+            type(self).__init__(self, checkpoint_id, self._verify_checksums, weights_only=self._weights_only)
 
     def _describe(self, spec: Mapping[str, Any]) -> Stored:
         pieces: dict[tuple[int, ...], Piece] = {}

@@ -243,6 +243,12 @@ def test_torchs_own_loader_is_told_of_a_flipped_bit(saved: Path) -> None:
         reader = smp.CheckpointReader(saved / "two_partial", verify_checksums=verify)
         with pytest.raises(CheckpointException, match="CRC-32") if verify else contextlib.nullcontext():
             dcp.load({"model": plain(*WIDTHS).state_dict()}, storage_reader=reader)
+    # Also of one in the next folder, by a reader that has compared all files of the one before.
+    state = {"model": plain(*WIDTHS).state_dict()}
+    reader = smp.CheckpointReader(saved / "one_partial")
+    reader._to_verify.clear()
+    with pytest.raises(CheckpointException, match="CRC-32"):
+        dcp.load(state, storage_reader=reader, checkpoint_id=saved / "two_partial")
 
 
 @on_ranks(4, hosts=2)
