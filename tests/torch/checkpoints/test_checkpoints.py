@@ -212,6 +212,10 @@ def test_another_model_or_other_parameter_groups_are_named(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="rank 0: the checkpoint belongs to another model: missing `bias`"):
         resume_from_checkpoint(tmp_path)
     smp.shutdown()
+    make(3, 4, 5)
+    with pytest.raises(CheckpointError, match=r"another model: `1.weight` is \[5, 4\] here and \[2, 4\] there"):
+        resume_from_checkpoint(tmp_path)
+    smp.shutdown()
     smp.init()
     model = smp.DistributedModel(plain())
     groups = [{"params": [parameter]} for parameter in model.parameters()]
