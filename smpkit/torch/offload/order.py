@@ -129,7 +129,12 @@ class BackwardOrder:
         return any(index == self._count - 1 and distance <= lead for index, distance in self._planned(lead))
 
     def _planned(self, lead: int) -> Iterator[tuple[int, int]]:
-        """Yield the calls of backwards that the horizon reaches, with their distances, as far as the lead."""
+        """Yield the calls of backwards that the horizon reaches, each with its distance, until that is the lead.
+
+        The distance of a call is how many layers this rank computes from now until its backward, which counts, too: in
+        a forward those that it has still to call, as many as the segment had last time; in a backward one after the
+        other, the last one first.
+        """
         distance, current = 0, self._position
         stop = len(self._actions)
         if self.horizon is not None:
