@@ -53,8 +53,9 @@ class _Storage:
         self.host: Tensor | None = None
         """Its piece of the block."""
         self.out: Event | None = None
+        """Of the copy to the host, once that has begun."""
         self.back: Event | None = None
-        """`DONE` if it was needed before it had left, and so stayed."""
+        """Of the copy back, once that has begun; `DONE` if it was needed before it had left, and so stayed."""
         self.num_waiting = 0
         """How many calls have yet to take it."""
 
