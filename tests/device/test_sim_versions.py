@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -20,13 +21,16 @@ _ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("version", ["2.11.*", "2.12.*", ">=2.13"])
 def test_it_works_with(version: str, tmp_path: Path) -> None:
     needs_sim()
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = str(tmp_path / "venv/bin/python")
     wanted = f"torch=={version}" if version[0].isdigit() else f"torch{version}"
-    packages = [wanted, "numpy", "pydantic"]
-    subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True, capture_output=True, timeout=900)
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [python, "-m", "tests.device.every_version", str(tmp_path / "meeting")]
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    with tempfile.TemporaryDirectory(dir=tmp_path) as installed:  # 5 GB, which pytest would keep
+        venv.create(installed, with_pip=True)
+        python = f"{installed}/bin/python"
+        packages = [wanted, "numpy", "pydantic"]
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True, capture_output=True, timeout=900)
+        command = [python, "-m", "tests.device.every_version", str(tmp_path / "meeting")]
+        done = subprocess.run(
+            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
     assert done.returncode == 0, done.stderr[-5000:]
     sys.stdout.write(done.stdout)
