@@ -15,13 +15,13 @@ own ranks need to resume, and the index, equal on all of them, lists where the r
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import shutil
 import socket
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -129,15 +129,12 @@ def save_checkpoint(
 
 def _outcome(attempt: Callable[[], _T]) -> Callable[[], _T]:
     """Call `attempt` now; return what hands out its result, or raises its error, where the other ranks are told."""
+    outcome: Future[_T] = Future()
     try:
-        result = attempt()
+        outcome.set_result(attempt())
     except Exception as error:
-        return functools.partial(_raise, error)
-    return lambda: result
-
-
-def _raise(error: Exception) -> Any:
-    raise error
+        outcome.set_exception(error)
+    return outcome.result
 
 
 def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
