@@ -38,8 +38,8 @@ class Reused(Loop):
         hidden = super().forward(x)
         weight = self.first.weight
         hidden = functional.linear(hidden, weight) + self.norm(weight).mean(0)
-        # As dense in memory as the transposed weight, on the rank that has it.
-        scaled = weight.T * hidden.mean()
+        # Laid out as the transposed weight, on the rank that has it, and sent to another.
+        scaled = self.norm(weight.T * hidden.mean())
         return self.norm(hidden @ weight[1:].T @ scaled[:-1])
 
 
