@@ -77,3 +77,13 @@ def test_a_layer_that_may_not_be_kept_is_not() -> None:
     assert found is not None
     assert KEEP not in found.choices
     assert choose([ChainLayer(1.0, 2.0, 160, 0, may_keep=False)], limits(1e9, 0.1)) is not None  # cannot be recomputed
+
+
+@pytest.mark.parametrize(("forward", "again"), [(1e-4, 1e-4), (1e-3, 1e-3), (1e-2, 1e-5), (1e-2, 1e-4)])
+def test_of_choices_that_are_as_fast_the_one_that_holds_less_is_taken(forward: float, again: float) -> None:
+    # Which of the two it was depended on how sums of measured times were rounded.
+    layers = [ChainLayer(forward, 2 * forward, saved_bytes=1920, input_bytes=384, recompute_seconds=again)] * 8
+    within = ChainLimits(1, 9216, 1e9, LinkSpeed(1e13, 1e13), 3, overlaps=False, forward_bytes=0)
+    found = choose_by_simulation(layers, within, LoneEngine(lead=1))
+    assert found is not None
+    assert found.choices == (OFFLOAD,) * 4 + (KEEP,) * 4
