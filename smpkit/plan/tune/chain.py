@@ -157,7 +157,8 @@ def _seconds(compute: float, forward: float, host: float, limits: ChainLimits) -
     link = limits.link
     out, back = num_bytes / link.out_bytes_per_second, num_bytes / link.back_bytes_per_second
     if not limits.overlaps:
-        # As sums of what is waited for, so that copies nobody waits for change no bit: a tie goes to what holds less.
+        # Add the waits to the compute time: without waits this is exactly the time of choices that copy nothing, and of
+        # choices that are as fast the one that holds less is taken. Other sums would differ by rounding.
         return compute + max(0.0, out - forward) + max(0.0, back - (compute - forward))
     return max(compute, out, back)
 
