@@ -158,7 +158,7 @@ class DistributedModel(ModelParts):
         # weights that the others look at; and last at its end, when gradients are final.
         self._hooks = _Hooks(self)
         self.participants.add(self._hooks)
-        self.num_passes = self.num_backwards = 0
+        self._counts = {"passes": 0, "backwards": 0}  # not attributes, which nn.Module sets slowly
         """Calls with gradients while training, in steps or outside, and backwards: `check_backward` compares them."""
         self.offloading = Offloading(self.module) if offloads() else None
         if self.offloading is not None:
@@ -247,7 +247,7 @@ class DistributedModel(ModelParts):
         run = state.step
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return
-        self.num_backwards += 1
+        self._counts["backwards"] += 1
         share = 1.0 / run.num_microbatches if run is not None and self.average_grads_across_microbatches else 1.0
         self.engine.backward(roots, grads, state.loss_scale * share)
 
@@ -267,11 +267,11 @@ class DistributedModel(ModelParts):
 
     def _count_pass(self) -> None:
         if self.training and torch.is_grad_enabled():
-            self.num_passes += 1
+            self._counts["passes"] += 1
 
     def check_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Raise UsageError if no backward has run before an update of `parameters` (called by the optimizer)."""
-        if self.num_passes and not self.num_backwards:
+        if self._counts["passes"] and not self._counts["backwards"]:
             check_trains(self, parameters)
 
     def prepare(self, function: Callable[..., Any], first: MicrobatchCall) -> None:

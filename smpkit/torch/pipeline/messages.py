@@ -54,25 +54,20 @@ class TransferRecord:
 class Message:
     """A value, or its gradient (`backward`), that travels once in a step."""
 
-    __slots__ = ("backward", "microbatch", "number", "transfer")
+    __slots__ = ("backward", "microbatch", "number", "receiver", "sender", "transfer")
 
     def __init__(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> None:
         self.microbatch, self.transfer, self.backward = microbatch, transfer, backward
         self.number = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
         """Its own among the messages of a step; that of a gradient follows that of the value."""
+        self.sender, self.receiver = transfer.source, transfer.target
+        if backward:
+            self.sender, self.receiver = self.receiver, self.sender
 
     def __str__(self) -> str:
         kind, value = ("backward", "gradient of ") if self.backward else ("forward", "")
         consumer = f" for `{self.transfer.consumer}`" if self.transfer.consumer else ""
         return f"{kind} of microbatch {self.microbatch} ({value}{self.transfer.spec}{consumer})"
-
-    @property
-    def sender(self) -> int:
-        return self.transfer.target if self.backward else self.transfer.source
-
-    @property
-    def receiver(self) -> int:
-        return self.transfer.source if self.backward else self.transfer.target
 
 
 class Tag:
