@@ -80,6 +80,18 @@ def test_a_rank_keeps_its_share_of_the_states_and_a_step_moves_each_gradient_and
     assert max(share for _, share in ranks) <= 2 * (1.1 * num_bytes / 4 + largest)
 
 
+@on_ranks(2)
+def test_a_gradient_that_the_script_assigns_makes_a_state_on_its_owner_alone() -> None:
+    with training(CASE, SHARDED) as script:
+        script.run(0)
+        parameters = [*script.model.parameters()]
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        script.optimizer.step()
+        assert set(script.optimizer.state) <= {each for _, each in script.model.virtual_named_parameters()}
+        assert all(each.grad is not None for each in parameters)
+
+
 def add_without_clearing(case: Case, way: Way) -> Trace:
     """Reduce twice before clearing, with clipping in between and one weight left out in the second."""
     with world(way):
