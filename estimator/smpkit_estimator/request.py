@@ -147,15 +147,15 @@ def hyperparameters_over_limits(sent: Mapping[str, str]) -> list[Problem]:
     return [problem for problem in over_limits({"HyperParameters": sent}) if problem.message != "is required"]
 
 
-def not_for_sagemaker(job: JobConfig) -> Iterator[Problem]:
-    """Yield the settings that work on this machine but not in the cloud."""
+def not_for_sagemaker(job: JobConfig, *, dry: bool) -> Iterator[Problem]:
+    """Yield the settings that work on this machine but not in the cloud; a dry run needs no role."""
     if job.image is None:
         hint = "push an image with smpkit to ECR, and name it `<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>`"
         yield Problem(("image",), "is required for a managed job", hint)
     elif re.match(r"[^/\s]+[.:][^/\s]*/", job.image) is None:
         message = f"names no registry, so SageMaker cannot pull it: `{printable(job.image)}`"
         yield Problem(("image",), message, "`<account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>`")
-    if job.role is None:
+    if job.role is None and not dry:
         yield Problem(("role",), "is required for a managed job", "the IAM role that SageMaker takes, by name or ARN")
     if job.compute.is_local:
         hint = "set it to an instance type such as `ml.p4d.24xlarge`, or use `smpkit run`"

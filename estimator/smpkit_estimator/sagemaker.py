@@ -62,6 +62,7 @@ _MAX_SKEW_SECONDS = 300
 
 # A dry run shows these where it cannot find out; the patterns of the service accept an account that nobody has.
 _REGION, _ACCOUNT = "<region>", "000000000000"
+_ROLE = f"arn:aws:iam::{_ACCOUNT}:role/stand-in"
 
 
 class SageMaker:
@@ -85,10 +86,10 @@ class SageMaker:
         ARN of a role that is given by name.
         """
         name = name or unique_name(job.name, self.clock.now())
-        problems = list(not_for_sagemaker(job))
+        problems = list(not_for_sagemaker(job, dry=dry))
         sources = job_sources(job, folder, problems, script_only=script_only)
         # All that is wrong is told before anybody is asked for the role and the bucket.
-        role = job.role if job.role and job.role.startswith("arn:") else f"arn:aws:iam::{_ACCOUNT}:role/stand-in"
+        role = job.role if job.role and job.role.startswith("arn:") else _ROLE
         output = job.output or "s3://bucket/"
         assumed = build_request(job, name=name, region="", role=role, output=output, source="s3://bucket/key")
         problems += over_limits(assumed)
@@ -112,11 +113,14 @@ class SageMaker:
     def _whereabouts(self, job: JobConfig, unknown: StandIns) -> tuple[str, str, str]:
         """Return region, ARN of the role, and output."""
         region = unknown.get(lambda: self.cloud.region, _REGION, "it")
-        by_name = not (job.role or "").startswith("arn:")
+        if job.role is None:
+            unknown.notes.append(f"no role is set: `{_ROLE}` stands for it")
+        role = job.role or _ROLE
+        by_name = not role.startswith("arn:")
         account = ""
         if job.output is None or (by_name and unknown.dry):
             account = unknown.get(lambda: self.cloud.identity().account, _ACCOUNT, "the account")
-        role = f"arn:aws:iam::{_ACCOUNT}:role/{job.role}" if by_name and account == _ACCOUNT else job.role or ""
+        role = f"arn:aws:iam::{_ACCOUNT}:role/{role}" if by_name and account == _ACCOUNT else role
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
     def submit(self, plan: Plan) -> dict[str, Any]:

@@ -474,7 +474,7 @@ def test_an_endpoint_that_is_no_address_is_told(monkeypatch: pytest.MonkeyPatch,
     assert result.stderr.startswith("error: cannot use AWS: invalid endpoint: nowhere\nhint: AWS_ENDPOINT_URL")
 
 
-def test_a_dry_run_needs_neither_region_nor_credentials(
+def test_a_dry_run_needs_neither_region_nor_credentials_nor_a_role(
     tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -498,6 +498,12 @@ def test_a_dry_run_needs_neither_region_nor_credentials(
     assert "note: cannot tell whose AWS credentials these are" in result.stderr
     assert result.stderr.rstrip().endswith("`000000000000` stands for the account")
     assert smpkit("submit", str(tmp_path / "job.yaml")).exit_code == 4
+    (tmp_path / "job.yaml").write_text(JOB.replace("role: arn:aws:iam::123456789012:role/SM\n", ""))
+    result = smpkit("submit", str(tmp_path / "job.yaml"), "--dry-run", "--json", "--region", "eu-west-1")
+    assert json.loads(result.stdout)["RoleArn"] == "arn:aws:iam::000000000000:role/stand-in"
+    assert "note: no role is set: `arn:aws:iam::000000000000:role/stand-in` stands for it" in result.stderr
+    refused = smpkit("submit", str(tmp_path / "job.yaml"))
+    assert (refused.exit_code, "role: is required for a managed job" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("options", ["--backend batch", r"--profile 'my\own' --region eu-west-1"])
