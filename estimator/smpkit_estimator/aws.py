@@ -5,6 +5,7 @@ Everything that is asked of AWS goes through `Cloud`; what it raises is a `Cloud
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -203,6 +204,12 @@ class Cloud:
     def delete(self, uri: str) -> None:
         bucket, key = split_uri(uri)
         self.ask("s3", "delete_object", f"cannot delete {uri}", Bucket=bucket, Key=key)
+
+    def discard(self, *uris: str) -> None:
+        """Delete objects of a job that was refused; those that may not be deleted stay."""
+        for uri in uris:
+            with contextlib.suppress(CloudError):
+                self.delete(uri)
 
     def objects(self, folder: str) -> dict[str, datetime]:
         """Return the objects below an S3 URI that ends with a slash, and when each was written."""

@@ -113,22 +113,31 @@ class AwsBatch:
         if self._find(plan.name, [queue]) is not None:
             raise UsageError(f"there is a job `{plan.name}` already", hint="`--name` gives another name")
         self._upload(sent)
-        doing = f"cannot start job `{plan.name}`"
+        try:
+            answer = self._start(plan.name, queue, sent, began)
+        except UnreachableError:
+            raise
+        except CloudError:
+            self.cloud.discard(*(f"{sent.place}/{file}" for file in sent.files))  # no job reads them
+            raise
+        own = {"name": plan.name, "arn": answer["jobArn"], "id": answer["jobId"]}
+        return {**own, "region": self.cloud.region, "source": sent.archive}
+
+    def _start(self, name: str, queue: str, sent: _Sent, began: datetime) -> Object:
+        doing = f"cannot start job `{name}`"
         defined = self.cloud.ask("batch", "register_job_definition", doing, **sent.definition)["jobDefinitionArn"]
         try:
             body = {**sent.submission, "jobDefinition": defined}
-            answer: Object = self.cloud.ask_once("batch", "submit_job", doing, **body)
+            return self.cloud.ask_once("batch", "submit_job", doing, **body)
         except UnreachableError as error:
-            there = self._find(plan.name, [queue])
+            there = self._find(name, [queue])
             if there is None or there["createdAt"] < (began.timestamp() - 60) * 1000:  # clocks differ
-                raise in_doubt(error, plan.name) from None
-            answer = there
+                raise in_doubt(error, name) from None
+            return there
         finally:
             # A job keeps what its definition said. One that may not be removed harms nobody: names are those of jobs.
             with contextlib.suppress(CloudError):
                 self.cloud.ask("batch", "deregister_job_definition", "cannot remove it", jobDefinition=defined)
-        own = {"name": plan.name, "arn": answer["jobArn"], "id": answer["jobId"]}
-        return {**own, "region": self.cloud.region, "source": sent.archive}
 
     def _upload(self, sent: _Sent) -> None:
         key = sent.job.encryption.output_key

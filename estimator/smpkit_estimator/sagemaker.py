@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import re
@@ -135,8 +134,7 @@ class SageMaker:
             raise
         except CloudError:
             if sent.token is not None:  # no job reads it
-                with contextlib.suppress(CloudError):
-                    self.cloud.delete(sent.token)
+                self.cloud.discard(sent.token)
             raise
         return {"name": plan.name, "arn": arn, "region": self.cloud.region, "source": sent.source}
 

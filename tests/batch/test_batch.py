@@ -285,12 +285,14 @@ def test_what_batch_cannot_do_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("aws")
-def test_no_definition_stays_and_a_name_is_free_again_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_refusal_no_definition_and_no_files_stay_and_the_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     write()
     with monkeypatch.context() as refused:
         refused.setattr(Cloud, "ask_once", lambda *_, **__: refuse())
         for _ in range(2):
             assert "error: refused" in run("submit", "job.yaml", "--name", "again", code=4).stderr
+    kept = boto3.client("s3", REGION).list_objects_v2(Bucket="bucket")["Contents"]
+    assert [item["Key"] for item in kept if "/sources/" not in item["Key"]] == []
     run("submit", "job.yaml", "--name", "again")
     assert boto3.client("batch", REGION).describe_job_definitions(status="ACTIVE")["jobDefinitions"] == []
     assert "there is a job `again` already" in run("submit", "job.yaml", "--name", "again", code=2).stderr
