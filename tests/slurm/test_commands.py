@@ -122,6 +122,14 @@ def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, m
     with pytest.raises(CloudError, match="no longer knows job `job` \\(12\\), and its batch script left no end"):
         cluster.describe("job")
     (run / "ended").write_text(f"1 2 {TIME} {TIME + 60}\n")
+    (run / "slurm.json").unlink()  # the command that submitted it was killed
+    assert cluster.describe("job").status == "Failed"
+    command(folder, "squeue", "", 1, "slurm_load_jobs error: Unable to contact slurm controller")
+    with pytest.raises(UnreachableError):
+        cluster.describe("job")
+    command(folder, "squeue", "")
+    command(folder, "sacct", "", 1, "Slurm accounting storage is disabled")
+    (run / "slurm.json").write_text('{"id": "12"}')
     for first, other in (("n1", "n2"), ("n2", "n1")):
         for seconds, node in enumerate((first, other)):
             failure = run / "nodes" / node / "output" / "failure"

@@ -113,10 +113,10 @@ class SlurmCluster:
         try:
             answer = ask("sbatch", "--parsable", f"--chdir={run}", str(run / "script.sh"), doing=doing)
         except UnreachableError as error:
-            number = id_by_name(run.name)
-            if number is None:
-                raise in_doubt(error, run.name) from None
-            return number
+            with contextlib.suppress(CloudError):
+                if (number := id_by_name(run.name)) is not None:
+                    return number
+            raise in_doubt(error, run.name) from None
         return answer.strip().partition(";")[0]
 
     def describe(self, name: str) -> JobStatus:

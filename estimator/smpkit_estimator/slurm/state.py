@@ -74,9 +74,12 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
     """
     sent = read_json(run / "slurm.json")
     number = str(sent["id"]) if sent is not None else id_by_name(run.name)
-    if number is None:
-        raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {run}` forgets it")
-    if known is None:
+    if number is None:  # `smpkit submit` ended before it could keep it
+        number = "unknown"
+        record = _left(run, number)
+        if record is None and not (run / "logs" / "slurm.log").exists():
+            raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {run}` forgets it")
+    elif known is None:
         record = records([number]).get(number) or accounted(number) or _left(run, number)
     else:  # of many runs, as few as possible are asked for one by one
         record = known.get(number) or _left(run, number) or accounted(number)
@@ -250,8 +253,5 @@ def controller_settings() -> Mapping[str, str]:
 
 
 def id_by_name(name: str) -> str | None:
-    try:
-        text = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%A", doing="cannot look for it")
-    except CloudError:
-        return None
+    text = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%A", doing=f"cannot look for job `{name}`")
     return text.split()[0] if text.split() else None
