@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smpkit.config import scheduled as names
-from smpkit.config.wire import HOMOGENEOUS, MAX_UNPACKED_BYTES
+from smpkit.config.wire import HOMOGENEOUS, MAX_UNPACKED_BYTES, SUBMIT_DIRECTORY
 from smpkit.config.words import plain
 from smpkit.errors import LaunchError, SmpkitError
 from smpkit.observe.runs import RUN_DIR
@@ -254,7 +254,7 @@ _PIP_SECONDS = 1800
 
 def fetch_source(environment: Environment) -> None:
     """Unpack the submitted archive into `/opt/ml/code`, downloaded if need be, unless there are files already."""
-    submitted = str(environment.framework.get("sagemaker_submit_directory") or "")
+    submitted = str(environment.framework.get(SUBMIT_DIRECTORY) or "")
     code = environment.folders.code
     if code.is_dir() and any(code.iterdir()):
         return

@@ -10,18 +10,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.wire import HOMOGENEOUS, INSTANCE_GROUPS
+from smpkit.config.wire import (
+    HOMOGENEOUS,
+    INSTANCE_GROUPS,
+    JOB_NAME,
+    MP_PARAMETERS,
+    PROCESSES_PER_HOST,
+    PROGRAM,
+    REGION,
+    SECRETS,
+    SUBMIT_DIRECTORY,
+    TOKEN_FILE,
+)
 from smpkit.errors import ConfigError, Problem
 
 DEFAULT_BASE = Path("/opt/ml")
 
 _FRAMEWORK_PREFIX = "sagemaker_"
 _OUR_PREFIX = "sagemaker_smpkit_"
-_OURS = ("sagemaker_smpkit_processes_per_host", "sagemaker_smpkit_secrets", "sagemaker_smpkit_token_file")
+_OURS = (PROCESSES_PER_HOST["torchrun"], SECRETS, TOKEN_FILE)
 _LIVE_OUTPUT = "sagemaker_s3_output"
 _TUNING_METRIC = "_tuning_objective_metric"
 """What SageMaker adds to the hyperparameters of a tuning job; it is not for the script."""
-_FROM_VARIABLES = {"sagemaker_program": "SAGEMAKER_PROGRAM", "sagemaker_submit_directory": "SAGEMAKER_SUBMIT_DIRECTORY"}
+_FROM_VARIABLES = {PROGRAM: "SAGEMAKER_PROGRAM", SUBMIT_DIRECTORY: "SAGEMAKER_SUBMIT_DIRECTORY"}
 """What an image may say itself, as with `ENV SAGEMAKER_PROGRAM train.py`; a hyperparameter goes before it."""
 
 
@@ -105,8 +116,8 @@ class Environment:
         checkpoint = _read(folders, "checkpointconfig", problems)
         problems += _unpassable(values)
         problems += _unknown(values)
-        if not isinstance(values.get("mp_parameters", {}), dict):
-            problems.append(Problem(("hyperparameters", "mp_parameters"), "must be a JSON object"))
+        if not isinstance(values.get(MP_PARAMETERS, {}), dict):
+            problems.append(Problem(("hyperparameters", MP_PARAMETERS), "must be a JSON object"))
         if problems:
             raise ConfigError(problems, subject=f"job files in {folders.config}")
         own = {name: value for name, value in values.items() if _is_of_the_platform(name)}
@@ -121,7 +132,7 @@ class Environment:
             resources=resources,
             channels=channels,
             checkpoints=Path(str(checkpoint.get("LocalPath") or base / "checkpoints")),
-            job_name=str(framework.get("sagemaker_job_name") or environ.get("TRAINING_JOB_NAME") or ""),
+            job_name=str(framework.get(JOB_NAME) or environ.get("TRAINING_JOB_NAME") or ""),
             num_gpus=num_gpus,
             num_cpus=num_cpus,
             has_efa=has_efa,
@@ -130,24 +141,24 @@ class Environment:
     @property
     def mp_parameters(self) -> Mapping[str, Any]:
         """The model-parallel configuration as the user gave it; empty when the job has none."""
-        parameters = self.hyperparameters.get("mp_parameters", {})
+        parameters = self.hyperparameters.get(MP_PARAMETERS, {})
         assert isinstance(parameters, dict)
         return parameters
 
     @property
     def region(self) -> str | None:
         """The AWS region of the job, where it is known."""
-        return str(self.framework.get("sagemaker_region") or "") or None
+        return str(self.framework.get(REGION) or "") or None
 
     @property
     def script(self) -> str:
         """The entry point, relative to `code`."""
-        return str(self.framework.get("sagemaker_program") or "")
+        return str(self.framework.get(PROGRAM) or "")
 
     @property
     def code(self) -> Path:
         """The folder of the script: a local submit folder as it is, else `/opt/ml/code`."""
-        submitted = str(self.framework.get("sagemaker_submit_directory") or "")
+        submitted = str(self.framework.get(SUBMIT_DIRECTORY) or "")
         return Path(submitted) if submitted.startswith("/") and Path(submitted).is_dir() else self.folders.code
 
 

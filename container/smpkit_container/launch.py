@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from smpkit.config.wire import MPI_OPTIONS
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
 from smpkit.observe.runs import RUN_DIR, SUMMARY
@@ -218,7 +219,7 @@ class _Launch:
             find_mpirun(environ.get("PATH")),
             self.topology,
             STAND_IN,
-            custom_options=str(self._environment.framework.get("sagemaker_mpi_custom_mpi_options") or ""),
+            custom_options=str(self._environment.framework.get(MPI_OPTIONS) or ""),
             exported=sorted([ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]),
             environ=environ,
         )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from smpkit.config.wire import MPI_ENABLED, PROCESSES_PER_HOST, TORCHRUN_ENABLED
+from smpkit.config.wire import MP_PARAMETERS, MPI_ENABLED, PROCESSES_PER_HOST, TORCHRUN_ENABLED
 from smpkit.errors import ConfigError, Problem
 from smpkit_container.environment import Environment
 
@@ -94,7 +94,7 @@ def _refuse_launchers(environment: Environment) -> None:
     """Raise if a launcher is asked for beside a shell script: it starts Python."""
     asked = [name for name in _LAUNCHER_SWITCHES if _is_on(environment, name)]
     if environment.mp_parameters:
-        asked.append("mp_parameters")
+        asked.append(MP_PARAMETERS)
     if asked:
         message = f"is a shell script, which runs once on each host, without the launcher that `{asked[0]}` asks for"
         hint = "name a Python script, or remove `distribution`"
@@ -113,12 +113,12 @@ def _degree_product(parameters: Mapping[str, Any]) -> int:
         "pipeline_parallel_degree": parameters.get("pipeline_parallel_degree", parameters.get("partitions")),
         "tensor_parallel_degree": parameters.get("tensor_parallel_degree"),
     }
-    numbers = (_whole_number(value, ("mp_parameters", name), 1, 4096) for name, value in degrees.items())
+    numbers = (_whole_number(value, (MP_PARAMETERS, name), 1, 4096) for name, value in degrees.items())
     return math.prod(number or 1 for number in numbers)
 
 
 def _port(parameters: Mapping[str, Any]) -> int | None:
-    return _whole_number(parameters.get("ddp_port"), ("mp_parameters", "ddp_port"), 0, 65535) or None
+    return _whole_number(parameters.get("ddp_port"), (MP_PARAMETERS, "ddp_port"), 0, 65535) or None
 
 
 def _whole_number(value: Any, path: tuple[str, ...], lowest: int, highest: int) -> int | None:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smpkit.config.wire import LOG_LEVEL, MP_PARAMETERS, SUBMIT_DIRECTORY
 from smpkit_container.environment import Environment
 from smpkit_container.topology import DEFAULT_PORT, Topology
 
 _LEVEL_INFO = 20
-_MP_PARAMETERS = "mp_parameters"
 _FROM_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -108,11 +108,11 @@ def _mapping(environment: Environment, topology: Topology, arguments: Sequence[s
         "instance_groups": list(groups),
         "instance_groups_dict": groups,
         "is_hetero": len(groups) > 1,
-        "log_level": environment.framework.get("sagemaker_container_log_level", _LEVEL_INFO),
+        "log_level": environment.framework.get(LOG_LEVEL, _LEVEL_INFO),
         "master_addr": topology.master,
         "master_port": topology.port or DEFAULT_PORT,
         "model_dir": str(folders.model),
-        "module_dir": environment.framework.get("sagemaker_submit_directory") or str(environment.code),
+        "module_dir": environment.framework.get(SUBMIT_DIRECTORY) or str(environment.code),
         "module_name": script.removesuffix(".py"),
         "network_interface_name": topology.interface,
         "num_cpus": environment.num_cpus,
@@ -192,7 +192,7 @@ def script_arguments(
     arguments: list[str] = []
     for name in sorted(hyperparameters):
         value = hyperparameters[name]
-        if name != _MP_PARAMETERS:
+        if name != MP_PARAMETERS:
             arguments += [f"-{name}" if len(name) == 1 else f"--{name}", _argument(value)]
         elif pass_mp_parameters and value:
             pairs = (f"{key}={_argument(value[key])}" for key in sorted(value))

@@ -17,7 +17,7 @@ from smpkit.config import scheduled as names
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath, validated
-from smpkit.config.wire import PROCESSES_PER_HOST
+from smpkit.config.wire import MPI_ENABLED, MPI_OPTIONS, PROCESSES_PER_HOST
 from smpkit.config.words import quoted
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
@@ -113,7 +113,7 @@ def config_files(
     launcher = job.distribution.launcher if mpi else "torchrun"
     sent = {key: text for key, text in sent.items() if key not in PROCESSES_PER_HOST.values()}
     if launcher == "torchrun":
-        sent = {key: text for key, text in sent.items() if not key.startswith("sagemaker_mpi_")}
+        sent = {key: text for key, text in sent.items() if key not in (MPI_ENABLED, MPI_OPTIONS)}
     if ranks_per_host:
         sent[PROCESSES_PER_HOST[launcher]] = json.dumps(ranks_per_host)
     channels = {
