@@ -17,7 +17,7 @@ from tests.device.scenarios.common import WIDTH, add, assert_same
 from tests.device.scenarios.steps import Stack
 from tests.torch.steps import train_step
 
-ROOM_OF_A_STAGE = 275_000
+ROOM_OF_A_STAGE = 255_000
 """Bytes with which the second stage of `smp_chosen_by_stages` keeps two of its three layers: the first its only one."""
 
 
