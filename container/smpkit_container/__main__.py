@@ -8,10 +8,8 @@ Any other arguments are a command to run instead, so that `docker run IMAGE bash
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import tarfile
@@ -41,11 +39,8 @@ from smpkit_container.environment import (
 from smpkit_container.failure import write_failure
 from smpkit_container.launch import launch
 
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
-
 _OURS = (
     "SMPKIT_BASE_DIR",
-    "SMPKIT_DIE_WITH_PARENT",
     "SMPKIT_HYPERPARAMETERS",
     "SMPKIT_LOG_TIMES",
     "SMPKIT_SHOW_LOG",
@@ -84,8 +79,6 @@ def _train_scheduled(environ: Mapping[str, str], extra: Sequence[str]) -> int:
 
 def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: int = 0, lost_code: int = 1) -> int:
     """Run the job described below the base folder. This is the program's only error boundary."""
-    if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
-        _die_with_parent()
     base = base_folder(environ)
     more = json.loads(environ.get("SMPKIT_HYPERPARAMETERS") or "{}")  # of SDK v3's driver
     console = Console.of_process(environ)
@@ -127,12 +120,6 @@ def _refuse(error: SmpkitError | OSError, base: Path | None = None) -> int:
     if base is not None:
         _leave_reason(base, str(error))
     return error.exit_code if isinstance(error, SmpkitError) else 1
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

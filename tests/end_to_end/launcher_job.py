@@ -73,7 +73,6 @@ class Job:
             **os.environ,
             "SMPKIT_BASE_DIR": str(self.base),
             "SMPKIT_TEST_MARK": str(self.base),
-            "SMPKIT_DIE_WITH_PARENT": "1",
             "OMP_NUM_THREADS": "1",
             "SMPKIT_SETTLE_SECONDS": "0.5",  # enough for two ranks, and the tests are many
             **self.environ,

@@ -127,8 +127,8 @@ def test_the_script_sees_the_platform(tmp_path: Path) -> None:
     (tmp_path / "data" / "text").write_text("hello")
     source = (
         "import os, pathlib, sys\n"
-        "names = ('FOO', 'SM_CHANNELS', 'SM_CURRENT_HOST', 'SMPKIT_DIE_WITH_PARENT')\n"
-        "assert [os.environ.get(name) for name in names] == ['a b', '[\"train\"]', 'algo-1', None]\n"
+        "names = ('FOO', 'SM_CHANNELS', 'SM_CURRENT_HOST')\n"
+        "assert [os.environ.get(name) for name in names] == ['a b', '[\"train\"]', 'algo-1']\n"
         "assert pathlib.Path(os.environ['SM_CHANNEL_TRAIN'], 'text').read_text() == 'hello'\n"
         f"assert (os.getcwd(), sys.argv) == ({str(tmp_path)!r}, ['train.py', '--lr', '0.1', '--more'])\n"
     )

@@ -218,7 +218,7 @@ def _plan(
         grace_seconds=options.grace_seconds or _grace_seconds(settings),
         interface=options.interface,
     )
-    variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_DIE_WITH_PARENT": "1", "SMPKIT_LOG_TIMES": "1"}
+    variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_LOG_TIMES": "1"}
     files = scheduled.config_files(job, name, str(run / "code"))
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
     shown = {"script": script, "folder": str(run), **scheduled.shown_files(files)}
