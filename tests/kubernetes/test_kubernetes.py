@@ -183,10 +183,13 @@ def test_the_first_failing_rank_is_the_jobs_end(user: User) -> None:
     assert {line.split()[0] for line in user.run("logs", "fails").stdout.splitlines()} == {"pod-0", "pod-1"}
 
 
-def test_hyperparameters_arrive_as_they_are(user: User) -> None:
-    user.write("import sys; print(sys.argv[1:])", quick=True, hosts=1, hyperparameters={"text": ODD})
+def test_hyperparameters_and_variables_arrive_as_they_are(user: User) -> None:
+    """The plan hides the value of the variable, and must not hide it in what is sent."""
+    script = "import os, sys; print(sys.argv[1:], os.environ['API_TOKEN'])"
+    token = {"API_TOKEN": "abcdefgh1234"}
+    user.write(script, quick=True, hosts=1, hyperparameters={"text": ODD}, environment=token)
     user.run("submit", "job.yaml", "--name", "odd", "--wait")
-    assert repr(["--text", ODD]) in user.run("logs", "odd").stdout
+    assert f"{['--text', ODD]} abcdefgh1234" in user.run("logs", "odd").stdout
     [packed] = user.cluster.objects["ConfigMap", "odd"]["binaryData"].values()
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
         assert sorted(archive.getnames()) == ["job.yaml", "run.sh", "train.py"]
