@@ -87,6 +87,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # The rule's own class checks the options and fills in defaults.
         whole = rule(list(groups) if groups is not None else list(model.parameters()), **options)
         super().__init__(whole.param_groups, whole.defaults)
+        self.state.update(whole.state)  # some rules make states at once, as Adagrad does in torch 2.11
         self._is_complete = True
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None

@@ -56,6 +56,23 @@ def train(network: Any, optimizer: Any, backwards: int = 1, clip: float | None =
         optimizer.zero_grad()
 
 
+class Signs(torch.optim.Optimizer):
+    """Moves against the sign of all gradients so far; has its states from the beginning."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["total"] = torch.zeros_like(each)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(self.state[each]["total"].add_(each.grad).sign(), alpha=group["lr"])
+
+
 def trained(rule: Any = torch.optim.AdamW, groups: Any = None, backwards: int = 1, **options: Any) -> Any:
     """Return a script that trains with an optimizer of this kind."""
 
@@ -458,6 +475,7 @@ ROWS = {
     # With an optimizer.
     "RMSprop": Row(layers, trained(torch.optim.RMSprop)),
     "Adagrad": Row(layers, trained(torch.optim.Adagrad)),
+    "states from the beginning": Row(layers, trained(Signs)),
     "NAdam": Row(layers, trained(torch.optim.NAdam)),
     "AdamW that maximizes": Row(layers, trained(groups=MAXIMIZE)),
     "SGD that maximizes": Row(layers, trained(torch.optim.SGD, MAXIMIZE)),
