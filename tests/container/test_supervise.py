@@ -175,6 +175,8 @@ def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, script
         [sys.executable, "-c", start], cwd=tmp_path, env=environ, pass_fds=held, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
+        for descriptor in held:
+            os.close(descriptor)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         os.close(ours)
@@ -183,8 +185,8 @@ def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, script
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         assert has_ended, "`sleep` is left, and holds the pipe open"
-    for descriptor in (*held, report[0], stack[0]):
-        os.close(descriptor)
+    os.close(report[0])
+    os.close(stack[0])
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
