@@ -9,6 +9,7 @@ does not use smpkit have none, and it is left alone once it has printed somethin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -118,7 +119,7 @@ class Console:
         self._merged_log = ""
         self._files: dict[str, int] = {}
         self.broken = False
-        """Whether nobody reads the output any more."""
+        """Whether the output goes nowhere any more: nobody reads it, or its disk is full."""
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str]) -> Console:
@@ -212,8 +213,11 @@ class Console:
             while left:  # without Python's buffer, a write that a signal interrupts is a part of it
                 left = left[self._streams[stream].write(left) :]
             self._streams[stream].flush()
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError as error:
             self.broken = True
+            if not isinstance(error, (BrokenPipeError, ConnectionResetError)) and stream == "out":
+                with contextlib.suppress(OSError):
+                    self._streams["err"].write(f"error: the output cannot be written: {error}\n".encode())
             # Python flushes stdout again at exit, and would report the error again: discard it.
             with open(os.devnull, "wb") as nothing:  # noqa: PTH123
                 os.dup2(nothing.fileno(), self._streams[stream].fileno())

@@ -89,6 +89,18 @@ def test_a_reader_that_went_away_is_noticed_and_not_written_to_again() -> None:
         console.show(0, "out", Piece("b"))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_output_with_a_word() -> None:
+    """As `smpkit run job.yaml > log` finds it: the ranks are asked to end then, as where nobody reads."""
+    with Path("/dev/full").open("wb") as full:
+        err = io.BytesIO()
+        console = Console(full, err, terminal=False, colour=False)
+        console.show(0, "out", Piece("a"))
+        console.show(0, "out", Piece("b"))
+    assert console.broken
+    assert err.getvalue().decode() == "error: the output cannot be written: [Errno 28] No space left on device\n"
+
+
 def test_a_write_that_a_signal_interrupts_is_continued() -> None:
     """The end of a rank is a signal, and PYTHONUNBUFFERED leaves what was not written to whoever writes."""
 
