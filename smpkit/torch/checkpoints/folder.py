@@ -151,6 +151,20 @@ def check_tag(tag: object) -> None:
         )
 
 
+def folder_at(path: str | os.PathLike[str]) -> Path:
+    """Return the folder that a script names; raise UsageError for what would become, or seem, an empty one."""
+    folder, text = Path(path), os.fspath(path)
+    if re.match(r"~|\w\w+:/", text):
+        hint = "name it from `/`; what a job saves to its SMPKIT_CHECKPOINT_DIR goes to its `checkpoints:`, such as S3"
+        raise UsageError(f"{text!r} is no folder of this machine", hint=hint)
+    if folder.name.endswith(PARTIAL) and (folder / INDEX).is_file():
+        raise UsageError(
+            f"{folder} is a checkpoint itself",
+            hint=f"name the folder it is in, {folder.parent}, and its tag to load it",
+        )
+    return folder
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 

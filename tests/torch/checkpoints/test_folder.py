@@ -31,6 +31,21 @@ def test_a_tag_that_cannot_be_a_file_name_is_refused(tag: object) -> None:
         files.check_tag(tag)
 
 
+@pytest.mark.parametrize("path", ["s3://bucket/ck", Path("gs://bucket"), "~/ck"], ids=str)
+def test_a_folder_that_is_elsewhere_is_not_made_here(path: str | Path) -> None:
+    """Composer and TensorFlow's estimators take `s3://`, transformers `~`: here both would be names of folders."""
+    with pytest.raises(UsageError, match="is no folder of this machine"):
+        files.folder_at(path)
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    """As transformers' `resume_from_checkpoint` names it; "resume if there is something" would start anew."""
+    folder = make(tmp_path, "a")
+    assert files.folder_at(tmp_path) == tmp_path
+    with pytest.raises(UsageError, match=f"a_partial is a checkpoint itself\nhint: .* {tmp_path}, and its tag"):
+        files.folder_at(folder)
+
+
 def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
     folder = make(tmp_path, "a", size=99)
     assert (
