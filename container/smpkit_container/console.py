@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Final
+from unicodedata import east_asian_width
 
 from smpkit.config.words import coloured, duration, plain
 from smpkit.observe.runs import LOGS
@@ -200,7 +202,9 @@ class Console:
 
     def _set_status(self, text: str) -> None:
         """Replace the bottom line; it is cut to the width, because only one line can be overwritten."""
-        text = text[: shutil.get_terminal_size().columns - 1]
+        ends = accumulate(1 + (east_asian_width(character) in "WF") for character in text)
+        room = shutil.get_terminal_size().columns - 1
+        text = text[: sum(end <= room for end in ends)]
         if text != self._status:
             self._write("err", _CLEAR_LINE + text.encode("utf-8", errors="replace"))
             self._status = text
