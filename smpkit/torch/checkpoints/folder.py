@@ -413,8 +413,8 @@ class Survey:
     """What a folder holds that is, or should be, a checkpoint of one kind.
 
     Args:
-        usable: checkpoints by name with their indices (None: a full one), the newest first; their files were not
-            looked at.
+        usable: checkpoints by name with their indices (None: a full one), that of `newest` first, then those saved
+            last; their files were not looked at.
         damaged: what is wrong with the others, by name; with `newest` itself, under its own name.
         newest: the name in `newest`, None if there is no such file or no name in it.
     """
@@ -445,7 +445,10 @@ def survey(path: Path, partial: bool) -> Survey:
         elif not usable:
             is_there, kind = (path / newest).exists(), "full" if partial else "partial"
             damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if is_there else "it is missing"
-    return Survey(usable, damaged, newest)
+    named = (
+        {newest: usable[newest]} if newest in usable else {}
+    )  # maybe an older one, by whoever wants to go back to it
+    return Survey(named | usable, damaged, newest)
 
 
 def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict[str, Index]:

@@ -46,6 +46,15 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
         files.folder_at(folder)
 
 
+def test_who_writes_an_older_one_into_newest_goes_back_to_it(tmp_path: Path) -> None:
+    """As with DeepSpeed's `latest` (tdrussell/diffusion-pipe#263), and as `smpkit resume` reads it."""
+    for order, tag in enumerate("abc", 1):
+        make(tmp_path, tag, order)
+    assert list(files.survey(tmp_path, partial=True).usable) == ["c_partial", "b_partial", "a_partial"]
+    (tmp_path / files.NEWEST).write_text("a_partial\n")
+    assert list(files.survey(tmp_path, partial=True).usable) == ["a_partial", "c_partial", "b_partial"]
+
+
 def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
     folder = make(tmp_path, "a", size=99)
     assert (
