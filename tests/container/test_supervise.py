@@ -149,6 +149,18 @@ raise Meanwhile("reset by peer")
     assert "reset by peer" in error.traceback
 
 
+def test_the_error_of_a_forked_child_is_not_in_the_way_of_the_ranks_own(tmp_path: Path) -> None:
+    script = """
+import os
+if os.fork() == 0:
+    raise ValueError("child")
+os.wait()
+raise ValueError("rank")
+"""
+    outcome, _ = run(tmp_path, script)
+    assert outcome.ends[0].headline == "ValueError: rank"
+
+
 SCRIPTS = {
     "train.py": "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('ready', flush=True); input()",
     "train.sh": "sleep 600 & echo ready; read line",
