@@ -172,8 +172,10 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float, che
     elif outcome.overdue:
         what = f"{who} did not end within {grace_seconds:g} s and had to be killed"
         hint = "save less, save faster, or raise SMPKIT_GRACE_SECONDS where the platform allows it"
+    elif all(end.status == -signal.SIGKILL for end in unclean):  # by a second Ctrl-C, or for want of memory
+        what = f"SIGKILL ended {who} before the script did"
     elif all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in unclean):
-        what = f"ended {who}; the script does not handle SIGTERM"
+        what = f"ended {who}; the script did not handle SIGTERM"
         hint = "handle SIGTERM in the script to save its state, for example with `smp.on_stop(callback)`"
     else:
         what = f"{who} did not end with exit code 0"

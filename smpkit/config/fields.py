@@ -55,6 +55,8 @@ def _location(value: str) -> _Refusal:
         return f"must be a folder or an S3 URI, {got}"
     if re.match(r"[sS]3:/?[^/]", value):
         return f"must be a folder or an S3 URI, which begins with `s3://`, {got}", _EXAMPLE
+    if value.startswith("~"):
+        return f"must be a folder or an S3 URI, and only a shell replaces `~`, {got}", "write the path from `/`"
     if "://" not in value:
         long = f"must be a folder or an S3 URI, and a name has at most {_MAX_NAME_BYTES} bytes, {got}"
         return long if _has_long_name(value) else None

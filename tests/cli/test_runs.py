@@ -29,7 +29,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     for run, rate in ((made[0], 10.0), (made[1], 12.5)):
         rank = RankSummary(0, "a", SPLIT, KindBytes(weights=2**20), device_peak=3 * 2**20)
         write_summary(run.path, RunSummary("gpt", 0.0, 60.0, 600, "finished", rate, rate * 16, ranks=(rank,)))
-    lines = [{"step": step, "time": 0.0, "values": {"loss": 3.0 - step}} for step in (1, 2)]
+    lines = [{"step": step, "time": 0.0, "values": {"loss": 3.0 - step, "norm": "NaN"}} for step in (1, 2)]
     (made[0].path / "values.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"step": 3, "ti')
     logs = made[2].path / "logs"
     logs.mkdir()
@@ -49,7 +49,7 @@ def test_runs_are_listed_with_how_they_ended_and_what_they_reached(runs: list[Ru
     assert len(smpkit("runs", "-n", "1").stdout.splitlines()) == 2
     plain = json.loads(smpkit("runs", "--json").stdout)
     assert [each["summary"] and each["summary"]["steps"] for each in plain] == [600, 600, None]
-    assert plain[0]["values"] == {"loss": 1.0}
+    assert plain[0]["values"] == {"loss": 1.0, "norm": "NaN"}  # JSON has no such number
 
 
 def test_the_comparison_of_two_is_a_report(runs: list[Run], smpkit: Smpkit) -> None:
@@ -72,7 +72,7 @@ def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
     said = smpkit("runs", runs[0].label).stdout.splitlines()
     assert said[0] == "gpt-20261125-191502: finished"
     assert said[1] == "run     600 steps of 100.0 ms: 160 samples/s"
-    assert said[-1] == "values  loss 1"
+    assert said[-1] == "values  loss 1, norm nan"
 
 
 def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:

@@ -99,6 +99,7 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"backend": {"name": "pbs"}}, "backend.name: is no back end: `pbs` hint: those are `sagemaker`, `slurm`"),
         ({"experiment": {"display_name": "a b"}}, "experiment.display_name: must have at most 120 letters, digits"),
         ({"output": "s3:team"}, "output: must be a folder or an S3 URI, which begins with `s3://`, got `s3:team`"),
+        ({"checkpoints": "~/ck"}, "checkpoints: must be a folder or an S3 URI, and only a shell replaces `~`, got"),
         ({"distribution": {"processes_per_host": 2}}, "distribution.processes_per_host: belongs to the launcher"),
         (
             {"distribution": {"mpi": {"enabled": True, "parameters": {}}}},

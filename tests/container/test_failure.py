@@ -183,13 +183,14 @@ def test_ranks_that_never_started_are_named(late: bool, reason: str) -> None:
 @pytest.mark.parametrize(
     ("finished", "text", "code"),
     [
-        (outcome(RankEnd(0, -15, 1.0), stop_signal=signal.SIGTERM), "the script does not handle SIGTERM", 143),
+        (outcome(RankEnd(0, -15, 1.0), stop_signal=signal.SIGTERM), "the script did not handle SIGTERM", 143),
         (outcome(RankEnd(0, -9, 1.0), stop_signal=signal.SIGTERM, overdue=True), "within 110 s and had to be", 137),
         (outcome(RankEnd(0, 4, 1.0), stop_signal=signal.SIGTERM), "rank 0 did not end with exit code 0", 4),
         (outcome(missing=(0,), stop_signal=signal.SIGTERM), "the ranks had not all started", 143),
         (outcome(RankEnd(0, 4, 1.0), stop_signal=signal.SIGINT), "stopped by SIGINT", 130),
+        (outcome(RankEnd(0, -9, 1.0), stop_signal=signal.SIGINT), "SIGKILL ended rank 0 before the script did", 130),
     ],
-    ids=["no handler", "overdue", "exit code", "starting", "ctrl-c"],
+    ids=["no handler", "overdue", "exit code", "starting", "ctrl-c", "ctrl-c twice"],
 )
 def test_stops_that_were_not_clean(finished: Outcome, text: str, code: int) -> None:
     failure = stop_failure(finished, TOPOLOGY, 110, Path("nowhere"))

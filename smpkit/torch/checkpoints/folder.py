@@ -151,6 +151,20 @@ def check_tag(tag: object) -> None:
         )
 
 
+def folder_at(path: str | os.PathLike[str]) -> Path:
+    """Return the folder that a script names; raise UsageError for what would become, or seem, an empty one."""
+    folder, text = Path(path), os.fspath(path)
+    if re.match(r"~|\w\w+:/", text):
+        hint = "name it from `/`; what a job saves to its SMPKIT_CHECKPOINT_DIR goes to its `checkpoints:`, such as S3"
+        raise UsageError(f"{text!r} is no folder of this machine", hint=hint)
+    if folder.name.endswith(PARTIAL) and (folder / INDEX).is_file():
+        raise UsageError(
+            f"{folder} is a checkpoint itself",
+            hint=f"name the folder it is in, {folder.parent}, and its tag to load it",
+        )
+    return folder
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -399,8 +413,8 @@ class Survey:
     """What a folder holds that is, or should be, a checkpoint of one kind.
 
     Args:
-        usable: checkpoints by name with their indices (None: a full one), the newest first; their files were not
-            looked at.
+        usable: checkpoints by name with their indices (None: a full one), that of `newest` first, then those saved
+            last; their files were not looked at.
         damaged: what is wrong with the others, by name; with `newest` itself, under its own name.
         newest: the name in `newest`, None if there is no such file or no name in it.
     """
@@ -431,7 +445,10 @@ def survey(path: Path, partial: bool) -> Survey:
         elif not usable:
             is_there, kind = (path / newest).exists(), "full" if partial else "partial"
             damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if is_there else "it is missing"
-    return Survey(usable, damaged, newest)
+    named = (
+        {newest: usable[newest]} if newest in usable else {}
+    )  # maybe an older one, by whoever wants to go back to it
+    return Survey(named | usable, damaged, newest)
 
 
 def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict[str, Index]:

@@ -57,7 +57,7 @@ def save_pretrained(
         CheckpointError: on all ranks, if one cannot write its part; it names the rank.
         UsageError: there is no model, or `max_shard_size` is no size.
     """
-    model, target, limit = wrapped_model(model), Path(folder), _bytes_of(max_shard_size)
+    model, target, limit = wrapped_model(model), files.folder_at(folder), _bytes_of(max_shard_size)
     failure = f"the model was not saved to {target}"
     staged = files.staging_folder(target.parent, target.name, files.new_save_id())  # rank 0's is used
     all_or_raise(failure, run_deferred_loads)

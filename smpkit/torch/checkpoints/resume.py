@@ -74,7 +74,9 @@ def resume_from_checkpoint(
     """
     states = load_sharded_optimizer_state or state.cfg.sharded_data_parallel_degree == 1
     finish_previous_save()  # which may be what is to be loaded
-    model, folder = wrapped_model(), Path(path)
+    model, folder = wrapped_model(), files.folder_at(path)
+    if tag is not None:
+        files.check_tag(tag)
     optimizer = state.optimizer if load_optimizer else None
     choice = _Choice(folder, partial, optimizer is not None, verify_checksums)
     name, missing = choice.newest() if tag is None else choice.tagged(tag)
@@ -105,7 +107,7 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
         CheckpointError: there are checkpoints, and none is complete, or the newest one has another format: to start
             anew would replace them.
     """
-    folder = Path(path)
+    folder = files.folder_at(path)
     survey = files.survey(folder, partial)
     for name, index in survey.usable.items():
         damage = None if index is None else files.find_damage(folder / name, index)

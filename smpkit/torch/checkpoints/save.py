@@ -101,7 +101,7 @@ def save_checkpoint(
             hint="save with partial=True, or with blocking=True",
         )
     wrapped, saved_optimizer = wrapped_model(model), state.optimizer if optimizer is None else optimizer
-    save = _begin(Path(path), tag, partial, kept)
+    save = _begin(files.folder_at(path), tag, partial, kept)
     snapshot, group = (None, None) if blocking else (Snapshot(), save_group())
     part = _outcome(lambda: save.prepare(wrapped, saved_optimizer, user_content, snapshot))
     if not partial:
