@@ -450,7 +450,8 @@ def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict
         try:
             indices[folder.name] = read_index(folder)
         except CheckpointError as error:
-            if folder.name == newest and (isinstance(error, _AnotherFormatError) or is_fault_of_machine(error)):
+            # Of any folder: the newest checkpoint is not the one that `newest` names, if a save was killed before that.
+            if is_fault_of_machine(error) or (folder.name == newest and isinstance(error, _AnotherFormatError)):
                 raise
             damaged[folder.name] = error.message
     return dict(sorted(indices.items(), key=lambda item: -item[1].order))
