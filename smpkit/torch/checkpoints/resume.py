@@ -16,7 +16,7 @@ from typing import Any
 from smpkit.errors import CheckpointError, escaped
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise, together
+from smpkit.torch.checkpoints.agreement import all_or_raise, together, work_together
 from smpkit.torch.checkpoints.background import finish_previous_save
 from smpkit.torch.checkpoints.entries import degrees, precision, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
@@ -191,11 +191,11 @@ class _Choice:
         """
         path = self.folder / name
 
-        def look() -> tuple[str | None, list[str]]:
+        def look(go_on: Callable[[], None]) -> tuple[str | None, list[str]]:
             try:
                 if not self.partial:
                     is_mine = self.verify_checksums and file_systems.is_leader
-                    return archive_corruption(path) if is_mine else None, []
+                    return archive_corruption(path, go_on) if is_mine else None, []
                 index = files.read_index(path)
                 names = files_to_check(
                     index, file_systems.here.index(state.rank), len(file_systems.here), self.with_optimizer
@@ -203,7 +203,7 @@ class _Choice:
                 damage, missing = files.look_at(path, index, names)
                 if damage is None and self.verify_checksums:
                     here = sorted(set(names) - set(missing))
-                    damage = files.find_corruption({path / name: index.files[name]["crc32"] for name in here})
+                    damage = files.find_corruption({path / name: index.files[name]["crc32"] for name in here}, go_on)
                 return damage, missing
             except CheckpointError as error:
                 if files.is_fault_of_machine(error):
@@ -221,7 +221,7 @@ class _Choice:
                 damages = [f"rank {leader}: {text}" for leader, text in texts.items() if text]
             return next(iter(damages), None), lacking
 
-        _, (damage, lacking) = together(failure, look, decide)
+        _, (damage, lacking) = work_together(failure, look, decide)
         return damage, lacking[file_systems.leader]
 
 
