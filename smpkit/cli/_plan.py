@@ -46,8 +46,8 @@ def run(
     svg: Path | None,
     as_json: bool,
     **options: Any,
-) -> None:
-    """Plan, and print it; arguments as of the command."""
+) -> int:
+    """Plan, print it, and return the exit code: 1 if nothing fits; arguments as of the command."""
     names = ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches")
     degrees = {name: value for name in names if (value := options.pop(name)) is not None}
     asked = Asked(**options)
@@ -77,6 +77,7 @@ def run(
         raise UsageError("no plan is left", hint="the table says why each is refused")
     if svg is not None:
         _draw(svg, plans)
+    return int(not any(each.all_fit for each in plans.values()))
 
 
 def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[Override]) -> World:
