@@ -267,3 +267,13 @@ def test_results_are_told_with_their_place(tmp_path: Path) -> None:
 def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
     write(tmp_path, "import sys; sys.exit(2)")
     assert run(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(("code", "end"), [(0, "Finished after "), (3, "(rank ")], ids=["finished", "failed"])
+def test_a_summary_that_cannot_be_written_changes_no_end(tmp_path: Path, code: int, end: str) -> None:
+    source = "import os, sys; os.makedirs(os.environ['SMPKIT_RUN_DIR'] + '/summary.json', exist_ok=True); sys.exit(%d)"
+    write(tmp_path, source % code)
+    ended, _, err = run(tmp_path)
+    assert (ended, end in err) == (min(code, 1), True), err
+    assert "warning: the summary cannot be written to `" in err
+    assert re.search(r"^run: runs/train-\d{8}-\d{6}$", err, re.MULTILINE)
