@@ -62,7 +62,7 @@ def run(
         lines = _several(rows)
         plans = {row.name: row.planned for row in rows if row.planned is not None}
     else:
-        world = world_of(files[0], overrides) if files else _world_of_degrees(degrees, overrides)
+        world = world_of(files[0], [*overrides, *asked.sizes]) if files else _world_of_degrees(degrees, overrides)
         [planned] = _plans_of([world], asked)
         if isinstance(planned, ConfigError):
             raise planned
@@ -108,6 +108,12 @@ class Asked:
     memory_gib: float | None
     tflops: float
     link_gbs: float
+
+    @property
+    def sizes(self) -> list[Override]:
+        """Hosts and ranks as options over a file, to be applied last: ranks are divided over the hosts."""
+        sizes = {"--hosts": self.hosts, "--ranks": self.ranks}
+        return [(flag, str(number)) for flag, number in sizes.items() if number is not None]
 
     @property
     def speed(self) -> Speed:
@@ -233,7 +239,7 @@ def _rows_of(
     for file, changes in combinations:
         settings = [("-p" if key in parameters else "--set", f"{key}={value}") for key, value in changes]
         try:
-            worlds.append(world_of(file, [*overrides, *settings]))
+            worlds.append(world_of(file, [*overrides, *settings, *asked.sizes]))
         except ConfigError as error:
             if not changes:  # a file that is wrong as it is says all that is wrong
                 raise

@@ -330,6 +330,17 @@ def test_two_files_are_compared(folder: Path, smpkit: Smpkit) -> None:
     assert (broken.exit_code, "speed: unknown field" in broken.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("more", [["-p"], ["--sweep"]], ids=["one", "sweep"])
+def test_ranks_and_hosts_go_before_those_of_the_file(more: list[str], folder: Path, smpkit: Smpkit) -> None:
+    job = "entry_point: train.py\ndistribution: {torch_distributed: {enabled: true, processes_per_host: 2}}\n"
+    (folder / "job.yaml").write_text(job)
+    done = smpkit("plan", "job.yaml", "--hosts", "3", "--ranks", "12", *more, "pipeline_parallel_degree=4", "--json")
+    assert done.exit_code == 0, done.stderr
+    plan = json.loads(done.stdout)
+    plan = plan[0]["plan"] if more == ["--sweep"] else plan
+    assert (plan["ranks"], plan["hosts"], plan["mesh"]["data"]) == (12, 3, 3)
+
+
 def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Smpkit) -> None:
     sweep = ["--sweep", "microbatches=2,8", "--sweep", "pipeline_parallel_degree=2,3,4"]
     done = smpkit("plan", "job.yaml", "--json", "--model", "zoo:traced", *sweep)
@@ -340,7 +351,7 @@ def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Sm
     ]
     refused = [row for row in rows if row["refusal"]]
     assert [row["values"]["pipeline_parallel_degree"] for row in refused] == ["3", "3"]
-    assert "must divide the number of ranks (16)" in refused[0]["refusal"]
+    assert "degree times tensor_parallel_degree must divide the number of ranks (16)" in refused[0]["refusal"]
     assert [row["best"] for row in rows].count(True) == 1
     best = next(row for row in rows if row["best"])
     assert best["seconds_per_sample"] == min(row["seconds_per_sample"] for row in rows if row["plan"])
