@@ -26,14 +26,14 @@ _RATE: Final = click.FloatRange(0, min_open=True)
 @click.option("--hosts", type=click.IntRange(1), help="Number of hosts. Default: what FILE says, or 1.")
 @click.option("--model", metavar="MODULE:FACTORY", help="What returns the model: also plan its parts and memory.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="Whose states count (adamw).")
-@click.option("--memory-gib", type=_RATE, help="Memory of one rank's device: say whether the model fits.")
+@click.option("--memory-gib", type=_RATE, help="Memory of one rank's device: fail if no plan fits.")
 @click.option("--tflops", type=_RATE, default=150.0, help="What a device reaches in training, TFLOP/s (150).")
 @click.option("--link-gbs", type=_RATE, default=25.0, help="Its link with the host, GB/s each way (25).")
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2,...", help="Plan FILE with each of these values.")
 @click.option("--svg", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the schedule as an SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_context
-def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> None:
+def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> int:
     """Show what a job would do: ranks, schedule, parts, memory.
 
     FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options, and several files
@@ -52,4 +52,4 @@ def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> None
             raise UsageError(f"`--{name.replace('_', '-')}` says nothing without a model", hint=hint)
     from smpkit.cli._plan import run
 
-    run(files, **options)
+    return run(files, **options)

@@ -75,7 +75,10 @@ def test_a_script_runs_without_a_job_file_and_can_leave_one(tmp_path: Path) -> N
         (["job.yaml", "--save-job"], "`--save-job` is for a script"),
         (["train.py", "--save-job", "--", "--more"], "`--save-job` does not take arguments after `--`"),
         (["trian.py"], "no such file: `trian.py`\n    hint: did you mean `train.py`?"),
-        (["train.py", "--ranks", "2", "-p", "pipeline_parallel_degree=3"], "3 × 1 = 3 must divide the number of ranks"),
+        (
+            ["train.py", "--ranks", "2", "-p", "pipeline_parallel_degree=3"],
+            "must divide the number of ranks (2), got 3",
+        ),
         (["job.yaml", "--ranks", "3", "-p", "pipeline_parallel_degree=2"], "must divide the number of ranks (3)"),
         (["job.yaml", "--set", "inputs.train=s3://bucket-name/data"], "is not on this machine"),
         (["job.yaml", "--set", "distribution.mpi.custom_mpi_options=-np 4"], "`-np 4` is set by smpkit"),
@@ -267,3 +270,13 @@ def test_results_are_told_with_their_place(tmp_path: Path) -> None:
 def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
     write(tmp_path, "import sys; sys.exit(2)")
     assert run(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(("code", "end"), [(0, "Finished after "), (3, "(rank ")], ids=["finished", "failed"])
+def test_a_summary_that_cannot_be_written_changes_no_end(tmp_path: Path, code: int, end: str) -> None:
+    source = "import os, sys; os.makedirs(os.environ['SMPKIT_RUN_DIR'] + '/summary.json', exist_ok=True); sys.exit(%d)"
+    write(tmp_path, source % code)
+    ended, _, err = run(tmp_path)
+    assert (ended, end in err) == (min(code, 1), True), err
+    assert "warning: the summary cannot be written to `" in err
+    assert re.search(r"^run: runs/train-\d{8}-\d{6}$", err, re.MULTILINE)

@@ -136,7 +136,7 @@ def test_degrees_must_fit_the_ranks_where_their_number_is_known() -> None:
     (problem,) = problems({"entry_point": "a.py", "distribution": odd})
     assert problem.startswith(
         "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree: "
-        "pipeline_parallel_degree × tensor_parallel_degree = 2 × 2 = 4 must divide the number of ranks (6)"
+        "times tensor_parallel_degree must divide the number of ranks (6), got 2 × 2 = 4"
     )
     job(distribution={**block(), "mpi": {"enabled": True}})
 
