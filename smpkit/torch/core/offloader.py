@@ -7,6 +7,7 @@ which lies above it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core.tensor_spec import version_of
 
 
+_log = logging.getLogger("smpkit")
+
+
 class Parked:
     """Tensors of one call, from its forward until its graph is gone. These stay on the device."""
 
-    def __init__(self, name: str, tensors: Iterable[Tensor]) -> None:
-        self._name = name
+    def __init__(self, keeper: Offloader, name: str, tensors: Iterable[Tensor]) -> None:
+        self._keeper, self._name = keeper, name
         self._tensors = [(tensor, version_of(tensor)) for tensor in tensors]
 
     def add(self, tensor: Tensor, *, must_leave: str | None) -> None:
@@ -34,11 +38,7 @@ class Parked:
             tensor: an alias of the caller's own, whose memory may be taken from it.
             must_leave: the operator's name, if it is an error that the tensor stays on the device.
         """
-        if must_leave:
-            raise UsageError(
-                f"a policy names MUST_CPU_OFFLOAD for {must_leave} in `{self._name}`, and nothing offloads here",
-                hint="call smpkit.offload_activations(model), or set `offload_activations: true`",
-            )
+        self._keeper.say_it_stays(f"`{self._name}`", must_leave, self._keeper.why_not, self._keeper.hint)
         self._tensors.append((tensor, version_of(tensor)))
 
     def take(self) -> list[Tensor]:
@@ -65,9 +65,30 @@ class OffloadUse:
 class Offloader:
     """Keeps what is parked where it is; engines that offload derive from it."""
 
+    why_not = "nothing offloads here"
+    """Why outputs stay that are parked with `Parked` itself."""
+    hint = "call smpkit.offload_activations(model), or set `offload_activations: true`"
+    _warned: frozenset[str] = frozenset()
+
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
         """Take over the inputs of a call; reports and errors name it by the path of its module."""
-        return Parked(name, tensors)
+        return Parked(self, name, tensors)
+
+    def say_it_stays(self, label: str, must_leave: str | None, why: str, hint: str) -> None:
+        """Say that an output that a policy offloads stays on the device: by an error if it must leave, or one line."""
+        if must_leave:
+            raise UsageError(
+                f"a policy names MUST_CPU_OFFLOAD for {must_leave} in {label}, whose output cannot leave: {why}",
+                hint=hint,
+            )
+        self._warn_once(
+            "outputs", f"outputs that a policy offloads stay on the device, in {label} and elsewhere: {why}"
+        )
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned |= {kind}
+            _log.warning("%s", text)
 
     def trial(self, inputs: Sequence[Tensor]) -> AbstractContextManager[object] | None:  # noqa: ARG002
         """Return a context for a checkpointed call of which only the costs are to be known; None: it will train."""

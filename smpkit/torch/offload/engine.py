@@ -13,7 +13,6 @@ the engine drops the device's bytes; those on the host stay as long as the graph
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -22,7 +21,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from smpkit.errors import UsageError
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core import devices
@@ -33,7 +31,6 @@ from smpkit.torch.offload.link import DONE, Event, Link, link_for
 from smpkit.torch.offload.order import BackwardOrder, Lead, LeadTuner
 from smpkit.torch.offload.report import OffloadStats, StepReport
 
-_log = logging.getLogger("smpkit")
 _MIN_HELD: Final = 2
 """Calls whose copies get time to end before a stream waits for them, where this thread runs ahead of the device."""
 
@@ -135,6 +132,9 @@ class _Parked(Parked):
 class ActivationEngine(Offloader):
     """Offloads what checkpointed calls keep; see `make_engine` for its settings."""
 
+    why_not = "a graph is captured, whose replays would read the memory of others"
+    hint = "PREFER_CPU_OFFLOAD keeps it on the device"
+
     def __init__(
         self,
         link: Link,
@@ -163,7 +163,6 @@ class ActivationEngine(Offloader):
         self._microbatch: int | None = None
         self._current: int | None = None
         """The call whose backward runs."""
-        self._warned: set[str] = set()
 
     # --- the life of a step ------------------------------------------------------------------------------------------
 
@@ -220,7 +219,7 @@ class ActivationEngine(Offloader):
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
         """Take over what a call keeps; begin to copy it to the host, unless it is needed again very soon."""
         if devices.is_capturing(self.link.device):
-            # What a graph captures stays: its replays would read others' memory, and nobody may ask for its events.
+            # What a graph captures stays (`why_not`); and nobody may ask for its events.
             return super().park(name, tensors)
         self.num_calls += 1
         parked = _Parked(self, self.order.add(), name, self._microbatch)
@@ -243,17 +242,8 @@ class ActivationEngine(Offloader):
         parked.tensors.append(_ParkedTensor(tensor, saved, alias=tensor))
         if not reason and not self._begin_leaving(parked, new):
             reason = "host memory for activations is used up"
-        if reason and must_leave:
-            raise UsageError(
-                f"a policy names MUST_CPU_OFFLOAD for {must_leave} in {parked.label}, whose output cannot leave:"
-                f" {reason}",
-                hint="PREFER_CPU_OFFLOAD keeps it on the device",
-            )
         if reason:
-            self._warn_once(
-                "outputs",
-                f"outputs that a policy offloads stay on the device, in {parked.label} and elsewhere: {reason}",
-            )
+            self.say_it_stays(parked.label, must_leave, reason, self.hint)
 
     def _saved_of(self, tensor: Tensor, parked: _Parked, new: list[_Storage], min_bytes: int) -> _Storage | None:
         """Return the record of a tensor's memory for a call; None if that stays on the device."""
@@ -322,11 +312,6 @@ class ActivationEngine(Offloader):
             self._leaving.append((parked.index, weakref.ref(saved)))
             self.stats.bytes_out += saved.num_bytes
         return True
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _log.warning("%s", text)
 
     def _free_copied(self) -> None:
         """Free device memory whose copy is complete, the oldest first."""

@@ -182,10 +182,12 @@ class _Region:
 
         `must_leave` is the operator's name, if the output may not stay on the device.
         """
-        # In a backward (an outer checkpoint runs this call again) it is needed at once, and stays.
-        keeper, must_leave = (self._keeper, must_leave) if torch._C._current_graph_task_id() == -1 else (KEEPING, None)
+        if torch._C._current_graph_task_id() != -1:
+            # In a backward (an outer checkpoint runs this call again) it is needed at once, and stays.
+            kept = KEEPING.park(self._path, [tensor])
+            return lambda: kept.take()[0]
         if self._outputs is None:
-            self._outputs = keeper.park(self._path, ()) if isinstance(self._inputs, _Hooked) else self._inputs
+            self._outputs = self._keeper.park(self._path, ()) if isinstance(self._inputs, _Hooked) else self._inputs
         self._outputs.add(tensor, must_leave=must_leave)
         self._num_outputs += 1
         # Not this region: its context for the recomputation holds what is returned.

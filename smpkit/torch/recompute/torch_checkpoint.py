@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, Final
@@ -37,6 +38,7 @@ from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
 from smpkit.torch.recompute.region import checkpointing, name_of, recording
 
+_log = logging.getLogger("smpkit")
 _Generator = Generator[None, None, None]
 _Settings = dict[str, Any]
 """The keyword arguments of `torch.utils.checkpoint.checkpoint`, but `use_reentrant`."""
@@ -247,11 +249,14 @@ def _serves_policies() -> bool:
             torch.neg(ones)
         with backward:
             again = torch.neg(ones)
-        return len(Region.parked) == 1 and again is Region.parked[0]
+        serves = len(Region.parked) == 1 and again is Region.parked[0]
     except Exception:  # whatever is different in that torch: the caller refuses it by name
         return False
     finally:
         recording.region, _last_policy.offloads = outer, False
+    if serves:
+        _log.info("smpkit copies what policies of torch's checkpoint offload: torch's own ways do not take part")
+    return serves
 
 
 def patch_torch_checkpoint() -> None:

@@ -24,6 +24,7 @@ import smpkit
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.testing import EmulatedLink
+from smpkit.torch.core import devices, offloader
 from smpkit.torch.recompute import torch_checkpoint as seam
 from tests.models import WIDTH, Case, singles
 from tests.models import mse_step as step
@@ -248,11 +249,39 @@ def test_without_room_on_the_host_must_is_refused_and_others_stay() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_without_an_engine_must_is_refused() -> None:
+def test_without_an_engine_must_is_refused_and_others_stay_with_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloader.KEEPING, "_warned", frozenset())
     smp.init({})
     model = smp.DistributedModel(Model(MUST))
     with pytest.raises(UsageError, match="nothing offloads here"):
         model(batch())
+    with caplog.at_level(logging.WARNING, "smpkit"):
+        assert same(trained(Model(PREFER))[0], trained(Model(SAVE))[0])
+    (line,) = caplog.messages
+    assert line.endswith("stay on the device, in `Block` and elsewhere: nothing offloads here")
+
+
+def test_while_a_graph_is_captured_must_is_refused_and_others_stay_with_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, saved = Model(PREFER), trained(Model(SAVE))[0]
+    monkeypatch.setattr(devices, "is_capturing", lambda _: True)
+    with smpkit.offload_activations(model), caplog.at_level(logging.WARNING, "smpkit"):
+        assert same(trained(model)[0], saved)
+    assert "a graph is captured" in caplog.text
+    model = Model(MUST)
+    with smpkit.offload_activations(model), pytest.raises(UsageError, match="a graph is captured"):
+        model(batch())
+
+
+def test_one_line_says_whose_copies_are_made(caplog: pytest.LogCaptureFixture) -> None:
+    seam._serves_policies.cache_clear()
+    model = Model(MUST)
+    with smpkit.offload_activations(model), caplog.at_level(logging.INFO, "smpkit"):
+        trained(model)
+    assert len([line for line in caplog.messages if "smpkit copies what policies" in line]) == 1
 
 
 def test_a_torch_whose_contexts_are_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
