@@ -214,6 +214,24 @@ class Skips(nn.Module):
         return joins(value, value) if skips else joins(recurrent(value)[0], linear(value))
 
 
+class Tasks(nn.Module):
+    """A trunk, which may fail in backward, and a head for each task."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 2)])
+
+    def forward(self, value: Tensor, task: int = 0) -> Tensor:
+        for block in self.trunk:
+            value = block(value).tanh()
+            if self.fails:
+                value.register_hook(lambda _: 1 // 0)
+        return self.heads[task](value)
+
+
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +303,25 @@ def backward_twice(network: Any) -> list[Any]:
     loss.backward(retain_graph=True)
     loss.backward()
     return [inputs.grad]
+
+
+def train_tasks_in_turn(network: Any) -> None:
+    """Each backward reaches one head; gradients of the others stay as they are."""
+    for task in (0, 1, 0):
+        network(x(3), task).square().sum().backward()
+
+
+def clear_after_a_failure(network: Any) -> None:
+    """What fairseq does when a backward has no memory left."""
+    optimizer = torch.optim.SGD(network.parameters())
+    back(network)
+    Tasks.fails = True
+    loss = network(x(3)).sum()
+    Tasks.fails = False
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    optimizer.zero_grad()
+    back(network)
 
 
 def ask_autograd(network: Any) -> list[Any]:
@@ -435,6 +472,9 @@ ROWS = {
     "two forwards before a backward": Row(layers, forward_twice, tolerance=0),
     "a graph that is kept": Row(layers, backward_twice),
     "a graph that is kept, microbatches": Row(layers, backward_twice, {"num_microbatches": 3}, 1e-5),
+    "tasks in turn": Row(Tasks, train_tasks_in_turn, {"layers": ["trunk"]}, 0),
+    "tasks in turn, heads in a slice": Row(Tasks, train_tasks_in_turn, {"layers": ["trunk", "heads"]}, 0),
+    "a failed backward, cleared": Row(Tasks, clear_after_a_failure, {"layers": ["trunk"]}, 0),
     "torch.autograd.grad": Row(layers, ask_autograd, tolerance=0),
     "integer inputs": Row(
         lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3)),
