@@ -57,11 +57,18 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
         (["zebra"], "error: no such command: `zebra`\nhint: `smpkit --help` shows the usage\n"),
         (["--verison"], "error: no such option: `--verison`\nhint: did you mean `--version`?\n"),
         (["run", "-n", "2", "train.py"], "error: no such option: `-n`\nhint: did you mean `--ranks`?\n"),
+        (
+            ["run", "-m", "a.train"],
+            (
+                "error: no such option: `-m`\nhint: name a script that holds "
+                "`import runpy; runpy.run_module('NAME', run_name='__main__')`\n"
+            ),
+        ),
         (["validate", "--jsn", "x"], "error: no such option: `--jsn`\nhint: did you mean `--json`?\n"),
         (["validate"], "error: missing argument `FILE`\nhint: `smpkit validate --help` shows the usage\n"),
         (["\x1b[31m"], "error: no such command: `\\x1b[31m`\nhint: `smpkit --help` shows the usage\n"),
     ],
-    ids=["command", "unknown command", "global option", "of mpirun", "option", "argument", "escape"],
+    ids=["command", "unknown command", "global option", "of mpirun", "of python", "option", "argument", "escape"],
 )
 def test_wrong_usage_is_one_sentence_and_a_hint(arguments: list[str], error: str, smpkit: Smpkit) -> None:
     result = smpkit(*arguments)
