@@ -454,9 +454,8 @@ def survey(path: Path, partial: bool) -> Survey:
         elif not usable:
             is_there, kind = (path / newest).exists(), "full" if partial else "partial"
             damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if is_there else "it is missing"
-    named = (
-        {newest: usable[newest]} if newest in usable else {}
-    )  # maybe an older one, by whoever wants to go back to it
+    # Maybe an older one, by whoever wants to go back to it.
+    named = {newest: usable[newest]} if newest in usable else {}
     return Survey(named | usable, damaged, newest)
 
 
