@@ -122,8 +122,8 @@ def test_parameters_may_be_changed_after_an_evaluation() -> None:
 @on_ranks(2)
 def test_hooks_that_would_never_run_are_refused() -> None:
     # Masks of gradients, say: torch took them, and trained without.
+    early, late, calls = build(CASE), build(CASE), list[Tensor]()
     with world(way_of()):
-        early, late, calls = build(CASE), build(CASE), []
         next(early.parameters()).register_hook(lambda gradient: 2 * gradient)
         with pytest.raises(UnsupportedError, match="a hook was registered on `"):
             smp.DistributedModel(early)

@@ -77,7 +77,7 @@ def replace_in_models() -> None:
     # Hooks were lost with the modules, and normed weights could not be translated.
     normed = distribute(marked(nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 4)))))
     assert [type(each) for each in normed] == [DistributedLinear, nn.Linear]
-    hooked = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    hooked: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     hooked[0].register_forward_hook(lambda _module, _args, out: 2 * out)
     hooked[1].weight.register_hook(lambda gradient: 2 * gradient)
     assert [type(each) for each in distribute(marked(hooked))] == [nn.Linear, nn.Linear, DistributedLinear]
