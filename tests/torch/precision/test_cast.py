@@ -151,8 +151,9 @@ def test_what_would_be_scaled_wrongly_is_refused() -> None:
 def test_an_optimizer_takes_no_step_when_another_one_has_the_scale(precision: str) -> None:
     # Its gradients were divided by its own scale, clipped to a norm of 0, and its masters overwrote loaded weights.
     smp.init({precision: True})
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
-    halves = [torch.optim.SGD(half.parameters(), lr=0.5) for half in model.module]
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = smp.DistributedModel(module)
+    halves = [torch.optim.SGD(half.parameters(), lr=0.5) for half in module]
     first, last = [smp.DistributedOptimizer(each, static_loss_scale=128.0) for each in halves]
     model.backward(model(torch.ones(1, 2)).sum())
     with pytest.raises(UsageError, match="this is not the optimizer that was wrapped last"):
