@@ -134,7 +134,7 @@ def test_a_failed_run_has_the_first_failing_ranks_story_and_a_summary_of_what_it
     assert block(summary) == [
         "run     8 steps of 250.0 ms",
         "memory  at most 2.0 MiB in tensors (rank 1)",
-        "note    memory is that of the last step, step 8",
+        "note    memory is the most up to step 8, or in a step that failed",
     ]
 
 

@@ -6,6 +6,7 @@ checkpoint among them and compare each once with its size and checksum; then eac
 
 from __future__ import annotations
 
+import heapq
 import os
 import zipfile
 from collections.abc import Callable, Mapping
@@ -227,11 +228,11 @@ class _Choice:
 
 def files_to_check(index: files.Index, position: int, count: int, with_optimizer: bool) -> list[str]:
     """Return which files one of `count` ranks compares with their checksums: about as many bytes as each other one."""
-    taken, mine = [0] * count, []
+    taken, mine = [(0, rank) for rank in range(count)], []  # a heap: whoever has least so far is first
     wanted = [name for name in index.files if with_optimizer or not name.startswith("optimizer_")]
     for name in sorted(wanted, key=lambda name: (-index.files[name]["size"], name)):
-        least = taken.index(min(taken))
-        taken[least] += index.files[name]["size"]
+        so_far, least = taken[0]
+        heapq.heapreplace(taken, (so_far + index.files[name]["size"], least))
         if least == position:
             mine.append(name)
     return mine
