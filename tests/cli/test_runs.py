@@ -81,7 +81,7 @@ def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytes
     assert (done.exit_code, done.stdout) == (0, "")
     assert "`smpkit run JOB_FILE` makes one" in done.stderr
     assert json.loads(smpkit("runs", "--json").stdout) == []
-    assert smpkit("runs", "gpt").exit_code == 1
+    assert [smpkit(command, "gpt").exit_code for command in ("runs", "report", "timeline")] == [2, 2, 2]
 
 
 def test_the_log_of_the_last_run_is_printed_by_rank_pattern_and_end(runs: list[Run], smpkit: Smpkit) -> None:
