@@ -40,6 +40,7 @@ _INDENT: Final = " " * len("schedule  ")
 
 def run(
     files: Sequence[Path],
+    degrees: dict[str, Any],
     *,
     overrides: Sequence[Override],
     sweeps: Sequence[str],
@@ -48,12 +49,7 @@ def run(
     **options: Any,
 ) -> int:
     """Plan, print it, and return the exit code: 1 if nothing fits; arguments as of the command."""
-    names = ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches")
-    degrees = {name: value for name in names if (value := options.pop(name)) is not None}
     asked = Asked(**options)
-    if files and degrees:
-        flag = "--" + next(iter(degrees)).replace("_", "-")
-        raise UsageError(f"`{flag}` cannot be given beside a file", hint="change a setting of it with `--set`")
     if sweeps and not files:
         raise UsageError("`--sweep` changes settings of a file, and none is given", hint="name a job file")
     if len(files) > 1 or sweeps:

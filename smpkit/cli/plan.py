@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from click.core import ParameterSource
 
-from smpkit.cli.options import override_options
-from smpkit.errors import UsageError
+from smpkit.cli.options import override_options, refuse
 from smpkit.plan.optimizers import OPTIMIZERS
 
 _OF_A_MODEL: Final = ("optimizer", "memory_gib", "tflops", "link_gbs")
+_DEGREES: Final = ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches")
 _RATE: Final = click.FloatRange(0, min_open=True)
 
 
@@ -32,8 +31,7 @@ _RATE: Final = click.FloatRange(0, min_open=True)
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2,...", help="Plan FILE with each of these values.")
 @click.option("--svg", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the schedule as an SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.pass_context
-def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> int:
+def plan(files: tuple[Path, ...], **options: Any) -> int:
     """Show what a job would do: ranks, schedule, parts, memory.
 
     FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options, and several files
@@ -46,10 +44,12 @@ def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> int:
     KEY of `--sweep` is a parameter such as `microbatches`, or the path of any setting (`compute.instance_count`);
     repeat it to try all combinations.
     """
-    for name in _OF_A_MODEL:
-        if not options["model"] and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            hint = "name what returns the model with `--model MODULE:FACTORY`"
-            raise UsageError(f"`--{name.replace('_', '-')}` says nothing without a model", hint=hint)
+    if files:
+        refuse(_DEGREES, "beside a file", "change a setting of it with `--set`")
+    if not options["model"]:
+        hint = "name what returns the model with `--model MODULE:FACTORY`"
+        refuse(_OF_A_MODEL, "without a model", hint)
     from smpkit.cli._plan import run
 
-    return run(files, **options)
+    degrees = {name: value for name in _DEGREES if (value := options.pop(name)) is not None}
+    return run(files, degrees, **options)

@@ -11,7 +11,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
-from smpkit.cli.options import complete_run
+from smpkit.cli.options import complete_run, refuse
 from smpkit.errors import UsageError
 from smpkit.observe.runs import SUMMARY, Run, find_runs, open_run
 from smpkit.observe.values import read_values
@@ -39,6 +39,8 @@ def runs(name: str | None, others: tuple[str, ...], last: int, as_json: bool) ->
     """
     if others:
         raise UsageError("`smpkit runs` shows one run", hint=f"`smpkit report {name} {others[0]}` compares two")
+    if name is not None:
+        refuse(("last",), "beside the name of a run", "remove one of them")
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
     entries = [(run, _summary(run), _last_values(run)) for run in chosen]
     if as_json:

@@ -25,7 +25,8 @@ def name_from(text: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]+", "-", text)[:63].strip("-") or "job"
 
 
-def _job_name(value: str) -> _Refusal:
+def wrong_job_name(value: str) -> tuple[str, str] | None:
+    """Return what is wrong with a name and a hint; None if it can be a job's."""
     if re.fullmatch(JOB_NAME, value):
         return None
     message = "must have 1 to 63 letters, digits and hyphens, the first and last no hyphen"
@@ -82,7 +83,7 @@ def _pattern(value: str) -> _Refusal:
     return None if groups else (f"must have a group around the number, got {quoted(value)}", hint)
 
 
-JobName = Annotated[str, checked(_job_name)]
+JobName = Annotated[str, checked(wrong_job_name)]
 Script = Annotated[str, checked(_script)]
 Location = Annotated[str, checked(_location)]
 BucketUri = Annotated[Location, checked(_bucket_uri)]

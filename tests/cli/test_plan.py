@@ -208,7 +208,7 @@ def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
         (["--sweep", "microbatches=1,2"], "`--sweep` changes settings of a file, and none is given"),
         (["job.yaml", "--sweep", "microbatches"], "`--sweep microbatches` has no values"),
         (["job.yaml", "--sweep", f"microbatches={','.join(map(str, range(1, 70)))}"], "the sweep has 69 plans"),
-        (["job.yaml", "--memory-gib", "1"], "`--memory-gib` says nothing without a model"),
+        (["job.yaml", "--memory-gib", "1"], "`--memory-gib` cannot be given without a model"),
         (["job.yaml", "--ranks", "0"], "`--ranks`"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

@@ -218,7 +218,10 @@ def test_options_of_the_image_are_refused_without_it(
     monkeypatch.chdir(tmp_path)
     result = smpkit("run", "train.py", "--hosts", "2", "--base-image", "x", "--torch", "y")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "`--hosts` and `--base-image` and `--torch` without `--docker`\nhint: add `--docker`" in result.stderr
+    assert (
+        "`--hosts` and `--base-image` and `--torch` cannot be given without `--docker`\nhint: add `--docker`"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])

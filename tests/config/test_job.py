@@ -107,6 +107,10 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ),
         ({"framework_version": "2"}, "framework_version: is decided by the image hint: name an image in `image`"),
         ({"checkpoints": {"uri": "x", "url": "y"}}, "checkpoints.url: is called `uri` here"),
+        ({"checkpoints": {"url": "y"}}, "checkpoints.url: is called `uri` here"),
+        ({"mpi": {}}, "mpi: belongs to `distribution` hint: write `distribution: {mpi: ...}`"),
+        ({"modelparallel": {}}, "`distribution` hint: write `distribution: {smdistributed: {modelparallel: ...}}`"),
+        ({"parameters": {}}, "{smdistributed: {modelparallel: {enabled: true, parameters: ...}}}`"),
         ({"compute": {"max_wait_seconds": 90_000}}, "compute.max_wait_seconds: requires spot"),
         ({"compute": {"spot": True, "max_wait_seconds": 9}}, "compute.max_wait_seconds: must be at least max_run_seco"),
         ({"compute": {"keep_alive_seconds": 30_000}}, "compute.keep_alive_seconds: must be at most 21600, got 30000"),
@@ -149,6 +153,14 @@ def test_degrees_are_checked_although_something_else_is_wrong() -> None:
         "compute.volume_gb",
         "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree",
     ]
+
+
+def test_degrees_are_checked_although_a_rule_between_parameters_is_broken() -> None:
+    parameters = {"tensor_parallel_degree": 16}
+    distribution = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}}, "mpi": MPI}
+    requires, divides = problems({"distribution": distribution, "entry_point": "a.py"})
+    assert "requires ddp" in requires
+    assert "must divide the number of ranks (8), got 16" in divides
 
 
 def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
