@@ -20,7 +20,6 @@ from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.core.tensor_spec import version_of
 
-
 _log = logging.getLogger("smpkit")
 
 
