@@ -85,7 +85,9 @@ def left_alone(wraps: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wraps", "what"), [(False, r"OffloadModel\("), (True, r"the average of the gradients of slice \d")]
+    ("wraps", "what"),
+    [(False, r"OffloadModel\("), (True, r"the average of the gradients of slice \d")],
+    ids=["made", "backward"],
 )
 def test_a_replica_that_is_gone_is_named(wraps: bool, what: str) -> None:
     with pytest.raises(RankFailed, match=f"rank 0 lost rank 1 in {what}"):
