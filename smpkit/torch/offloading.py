@@ -53,8 +53,8 @@ class offload_activations:  # noqa: N801 - used as a function
     From now on, in every forward of `model`, the inputs of calls under `torch.utils.checkpoint` or `smp.checkpoint`
     leave the device, and come back before backward needs them. So do the outputs of operators for which the policy of a
     selective checkpoint returns `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`; these operators run once.
-    Without checkpointing it has no effect. Copies run beside the computation, in both directions; each storage leaves
-    once, however many calls keep it. Gradients are the same bits as without offloading. Parameters never leave.
+    Without checkpointing it has no effect, and warns. Copies run beside the computation, in both directions; each
+    storage leaves once, however many calls keep it. Gradients are the same bits as without. Parameters never leave.
 
     What MUST leave and cannot (a view of a weight, a tensor on another device, no host memory left) is an error that
     names the operator and the layer; other tensors stay on the device then, with one line in the log.
@@ -65,7 +65,8 @@ class offload_activations:  # noqa: N801 - used as a function
         min_bytes: smaller tensors stay; None: 1 MiB on a GPU, 0 on the CPU.
         host_budget_bytes: of host memory; what does not fit stays on the device. None: three quarters of what is free.
         link: another link than the device's own, such as `smpkit.testing.EmulatedLink`.
-        deadline_seconds: no wait for a copy lasts longer; then DeadlineError names the layer.
+        deadline_seconds: no wait of this thread for a copy lasts longer; then DeadlineError says for what. On a GPU its
+            streams wait, and this thread only where memory of the host is freed.
 
     Raises:
         UsageError: an argument of a wrong type or value, or a model without parameters or on several devices.
@@ -97,7 +98,7 @@ class offload_activations:  # noqa: N801 - used as a function
             deadline_seconds=deadline_seconds,
         )
         self._outer: list[Offloader] = []
-        self._is_counting = False
+        self._is_counting = self._has_checked = False
         patch_torch_checkpoint()
         self._hooks = [
             model.register_forward_pre_hook(self._begin_forward),
@@ -135,9 +136,16 @@ class offload_activations:  # noqa: N801 - used as a function
             self._is_counting = True
         self._outer.append(install(self._engine))
 
-    def _end_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _end_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
         if self._outer:  # not where another hook has raised before ours
             install(self._outer.pop())
+        if not self._has_checked and module.training and torch.is_grad_enabled() and output is not None:
+            self._has_checked = True
+            if not self._engine.num_calls:
+                warn_user(
+                    "offload_activations has no effect: this forward called no checkpointed layer in eager mode; use"
+                    " torch.utils.checkpoint, smp.checkpoint, or gradient_checkpointing_enable() of the model"
+                )
 
     def _end_step(self) -> None:
         if self._is_counting:

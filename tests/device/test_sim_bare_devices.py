@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from smpkit import offload_activations
+from smpkit import OffloadModel, offload_activations
 from smpkit.errors import DeadlineError, UsageError
 from smpkit.testing import simulated_device
 from smpkit.torch.core import devices
@@ -129,12 +131,47 @@ def memory_in_use() -> None:
     assert devices.memory_bytes(sim()) == before + kept.nbytes
 
 
+class Late(torch.autograd.Function):
+    """Lies on the CPU, where backward waits until the slice before has had its turn."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, turn: threading.Event) -> Tensor:
+        ctx.turn = turn
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        assert ctx.turn.wait(60)
+        return gradient, None
+
+
+class PartlyOnTheCpu(nn.Module):
+    def __init__(self, turn: threading.Event) -> None:
+        super().__init__()
+        self.weight, self.turn = nn.Parameter(torch.ones(4)), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * Late.apply(self.weight.to(CPU), self.turn).to(x.device)  # type: ignore[no-untyped-call]
+
+
+def a_layer_that_computes_partly_on_the_cpu() -> None:
+    """Autograd runs nodes of two devices in two threads, and keeps no order between them."""
+    turn = threading.Event()
+    model = OffloadModel([nn.Linear(4, 4), PartlyOnTheCpu(turn)], sim())
+    x = torch.ones(2, 4, device=sim(), requires_grad=True)
+    x.register_hook(lambda _: turn.set())  # type: ignore[no-untyped-call]
+    with pytest.raises(UsageError, match="got its gradient when its slice was not on the device"):
+        model(x).sum().backward()
+    torch.accelerator.synchronize()
+
+
 CHECKS: list[Callable[[], None]] = [
     memory_without_registration,
     memory_that_is_refused,
     captures,
     a_copy_that_does_not_end,
     memory_in_use,
+    a_layer_that_computes_partly_on_the_cpu,
 ]
 
 

@@ -218,10 +218,10 @@ class ActivationEngine(Offloader):
 
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
         """Take over what a call keeps; begin to copy it to the host, unless it is needed again very soon."""
+        self.num_calls += 1
         if devices.is_capturing(self.link.device):
             # What a graph captures stays (`why_not`); and nobody may ask for its events.
             return super().park(name, tensors)
-        self.num_calls += 1
         parked = _Parked(self, self.order.add(), name, self._microbatch)
         self._free_copied()  # of the calls before: this one is the latest now
         self.tuner.begin_layer(0)

@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.host_memory import pinned_bytes
 from smpkit.torch.offload.link import DONE, Event, link_for
 from smpkit.torch.offload_model.slices import Layout, Slice
@@ -449,8 +450,12 @@ class Engine:
                 " other processes may have gradients for them",
                 hint="with a process_group all parameters need a gradient; freeze the others (requires_grad_(False))",
             )
+        with waiting(f"the average of the gradients of slice {piece.index}", self._group):
+            # All on their way at once; in one flat tensor the device would hold them twice.
+            works: list[Any] = [dist.all_reduce(each, group=self._group, async_op=True) for each in gradients]
+            for work in works:
+                work.wait()
         for gradient in gradients:
-            dist.all_reduce(gradient, group=self._group)
             gradient.div_(self._group.size())
 
 

@@ -16,8 +16,13 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.arguments import check_bool, check_num_bytes
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.offloader import KEEPING, Offloader
+<<<<<<< HEAD
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, map_tensors, tensors_in, version_of
 from smpkit.torch.core.tree import children
+=======
+from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
+from smpkit.torch.distributed.deadline import waiting
+>>>>>>> of
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine
 from smpkit.torch.offload_model.microbatches import is_batched, join, split
@@ -442,7 +447,8 @@ def _check_dtype(dtype: object) -> None:
 def _check_equal(slices: Sequence[Any], group: dist.ProcessGroup) -> None:
     """Raise UsageError unless all processes begin with the same weights."""
     sums: list[Any] = [None] * group.size()
-    dist.all_gather_object(sums, [float(each.double().sum()) for piece in slices for each in piece.masters], group)
+    with waiting("OffloadModel(..., process_group=...)", group):
+        dist.all_gather_object(sums, [float(each.double().sum()) for piece in slices for each in piece.masters], group)
     if any(other != sums[0] for other in sums):
         raise UsageError(
             "the processes of process_group begin with different weights",

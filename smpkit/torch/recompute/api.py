@@ -237,9 +237,11 @@ class SequentialCheckpoint:
         try:
             return original(*args, **kwargs)
         finally:
-            attributes.pop("forward", None)  # the thread of a suspended microbatch may have removed it already
+            attributes.pop("forward", None)  # a hook that comes before it has raised
 
     def _forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's own name, which callers may use
+        # Now, not afterwards: a layer may suspend this microbatch, and another one calls the Sequential meanwhile.
+        vars(self._module).pop("forward", None)
         spans_ranks = microbatch_between_units() is not None and len(ModuleCall.of(self._module).pp_ranks) > 1
         layers, value = list(self._module), input
         for group in cut_groups([_ranks_of(layer) if spans_ranks else frozenset() for layer in layers], self._size):

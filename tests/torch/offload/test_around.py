@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -142,6 +143,24 @@ def test_compiled_layers_train() -> None:
 
 
 # --- the call itself --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_checkpointed_layer_it_says_so_once() -> None:
+    """As in a job: bits stay the same, so nobody would notice."""
+    plain = model(None)
+    with warnings.catch_warnings(record=True) as caught, smpkit.offload_activations(plain):
+        warnings.simplefilter("always")
+        plain.eval()(torch.ones(BATCH, WIDTH))  # Hugging Face's models checkpoint in training only
+        plain.train()
+        for _ in range(2):
+            plain(torch.ones(BATCH, WIDTH)).sum().backward()
+    (warning,) = caught
+    assert "offload_activations has no effect" in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layers = model()
+        with smpkit.offload_activations(layers):
+            layers(torch.ones(BATCH, WIDTH)).sum().backward()
 
 
 def test_it_works_until_it_is_closed_and_only_inside_the_model() -> None:

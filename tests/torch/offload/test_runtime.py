@@ -21,11 +21,12 @@ from smpkit.observe.events import Counter, WorkSpan, read_events
 from smpkit.torch.core import offloader
 from smpkit.torch.offload import arena as arenas
 from smpkit.torch.offload import engine as engines
+from smpkit.torch.offload.link import Link
 from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.transport import Transport
 from tests.models import DROPOUT, WIDTH, Dropping
 from tests.ranks import run_ranks
-from tests.torch.offload.chains import slow
+from tests.torch.offload.chains import ClockLink
 from tests.train import Way, checkpoint_layers, train, training
 
 LAYERS, SAMPLES = 6, 8
@@ -75,11 +76,22 @@ def test_a_report_needs_offloading_and_offloading_checkpointed_layers(world: Non
     assert run_ranks(no_effect, 2, checkpoint_layers) == [[], []]
 
 
+class Nanoseconds(ClockLink):
+    """Stamps in whole nanoseconds, as events have them; only loads take time, so each of them is waited for."""
+
+    send = Link.send
+
+    def stamp(self) -> int:
+        return round(1e9 * self.seconds)
+
+    seconds_between = Link.seconds_between  # type: ignore[assignment]
+
+
 def test_events_tell_what_moved_and_how_long_layers_waited(
     world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SMPKIT_EVENTS_DIR", str(tmp_path))
-    monkeypatch.setattr(engines, "link_for", lambda *_: slow())
+    monkeypatch.setattr(engines, "link_for", lambda *_: Nanoseconds(bytes_per_second=1e6))
     found = report(OFFLOADED)
     events = read_events(tmp_path / "events_0.jsonl").events
     totals = dict[str, int]()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.offload_model import engine
 
 CPU = torch.device("cpu")
 
@@ -142,13 +140,6 @@ def test_it_stays_where_it_is() -> None:
     model = wrap()
     assert model.to(CPU) is model
     assert model.float() is model
-
-
-def test_a_gradient_that_comes_when_its_slice_is_away_is_refused() -> None:
-    """A layer that computes partly on another device has nodes whose order autograd does not keep."""
-    parameter: Any = SimpleNamespace(shape=(4,), device=CPU, grad=torch.ones(4, device="meta"))
-    with pytest.raises(UsageError, match="got its gradient when its slice was not on the device"):
-        engine._check_arrival(parameter)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload_model import model as module
@@ -71,6 +73,43 @@ def test_replicas_train_as_one(on_device: bool, ours: bool) -> None:
     for found in run_ranks(replicas, SIZE, on_device, ours):
         for p, q in zip(plain.parameters(), found, strict=True):
             torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-6)
+
+
+def left_alone(wraps: bool) -> None:
+    """Rank 1 ends, and rank 0 waits for it."""
+    smp.init({"ddp": True})
+    if smp.rank() == 0 or wraps:
+        model = OffloadModel(layers(), CPU, process_group=smp.get_dp_process_group())
+        if smp.rank() == 0:
+            model(batch(0)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("wraps", "what"),
+    [(False, r"OffloadModel\("), (True, r"the average of the gradients of slice \d")],
+    ids=["made", "backward"],
+)
+def test_a_replica_that_is_gone_is_named(wraps: bool, what: str) -> None:
+    with pytest.raises(RankFailed, match=f"rank 0 lost rank 1 in {what}"):
+        run_ranks(left_alone, SIZE, wraps)
+
+
+@pytest.mark.usefixtures("world")
+def test_gradients_of_a_slice_are_on_their_way_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    smp.init({"ddp": True})
+    noted: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def started(tensor: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+        work = mock.Mock(wraps=all_reduce(tensor, group=group, async_op=async_op))
+        noted.append("start")
+        work.wait.side_effect = lambda: noted.append("wait")
+        return work
+
+    model = OffloadModel(layers()[:3], CPU, num_slices=1, process_group=smp.get_dp_process_group())
+    monkeypatch.setattr(dist, "all_reduce", started)
+    model(batch(0)).sum().backward()
+    assert noted == ["start"] * 4 + ["wait"] * 4
 
 
 @pytest.mark.usefixtures("world")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_a_strategy_keeps_what_enters_its_groups_until_another_is_set() -> None:
         assert saved(lambda strategy=strategy: smp.checkpoint_sequential(stack, X, strategy)) == kept
         smp.set_activation_checkpointing(stack, strategy=strategy)
         assert saved(lambda: stack(X)) == kept
+
+
+def test_another_microbatch_may_call_a_sequential_while_a_layer_of_it_is_suspended() -> None:
+    """With layers on ranks 0, 1, 0, each microbatch of rank 0 waits in the middle, while the next one begins."""
+    others = [lambda: smp.checkpoint_sequential(stack, X, "group_2")]
+
+    class Suspended(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if others:
+                thread = ThreadPoolExecutor(1)
+                assert thread.submit(others.pop()).result().requires_grad
+            return super().forward(x)
+
+    stack = nn.Sequential(Block(), Suspended(), Block())
+    smp.checkpoint_sequential(stack, X, "group_2")
+    assert "forward" not in vars(stack)
 
 
 @pytest.mark.parametrize(
