@@ -16,13 +16,9 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.arguments import check_bool, check_num_bytes
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.offloader import KEEPING, Offloader
-<<<<<<< HEAD
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, map_tensors, tensors_in, version_of
 from smpkit.torch.core.tree import children
-=======
-from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
 from smpkit.torch.distributed.deadline import waiting
->>>>>>> of
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine
 from smpkit.torch.offload_model.microbatches import is_batched, join, split
