@@ -131,7 +131,7 @@ def test_hooks_that_would_never_run_are_refused() -> None:
         weight = next(model.parameters())
         with pytest.raises(UnsupportedError, match="which sharded data parallelism gathers anew for each pass"):
             weight.register_hook(lambda gradient: 2 * gradient)
-        weight.register_post_accumulate_grad_hook(calls.append)  # type: ignore[no-untyped-call]
+        weight.register_post_accumulate_grad_hook(calls.append)
         smp.step(CASE.step)(model, *batch(CASE, 0, 8))
         assert len(calls) == 2, "once for each microbatch"
 
