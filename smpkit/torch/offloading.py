@@ -126,7 +126,7 @@ class offload_activations:  # noqa: N801 - used as a function
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave everything out: a copy or a pickle of the model has hooks that do nothing."""
-        return {"_hooks": [], "_outer": []}
+        return {"_hooks": [], "_outer": [], "_has_checked": True}
 
     def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
         if not self._hooks:  # of a copy
