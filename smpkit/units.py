@@ -12,16 +12,22 @@ _UNITS: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 def amount(num_bytes: float) -> str:
     """Return bytes with their unit: `512 B`, `4.0 KiB`, `12.0 MiB`, `3.1 GiB`."""
-    size = abs(num_bytes)
-    unit, scale = next(((unit, scale) for unit, scale in _UNITS if size >= scale), ("B", 1))
+    unit, scale = unit_of(num_bytes)
     return f"{num_bytes / scale:.1f} {unit}" if scale > 1 else f"{num_bytes:.0f} B"
 
 
+def unit_of(num_bytes: float) -> tuple[str, int]:
+    """Return the largest unit that a number of bytes has at least one of, and how many bytes that is."""
+    return next((pair for pair in _UNITS if abs(num_bytes) >= pair[1]), ("B", 1))
+
+
 def seconds(length: float) -> str:
-    """Return a length of time with three digits: `1.23 s`, `45.6 ms` or `789 µs`."""
+    """Return a length of time with three digits: `1.23 s`, `45.6 ms`, `789 µs` or `12 ns`."""
     if length >= 1:
         return f"{length:.2f} s"
-    return f"{length * 1e3:.1f} ms" if length >= 1e-3 else f"{length * 1e6:.0f} µs"
+    if length >= 1e-3:
+        return f"{length * 1e3:.1f} ms"
+    return f"{length * 1e9:.0f} ns" if 0 < length < 1e-6 else f"{length * 1e6:.0f} µs"
 
 
 def count(number: float) -> str:

@@ -14,7 +14,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width, write_file
-from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, world_of
+from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, unit_of_table, world_of
 from smpkit.config.load import Override
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
@@ -479,7 +479,7 @@ def _values(recorded: RecordedGraph | None) -> Iterator[str]:
 
 def _memory(planned: Planned, asked: Asked) -> Iterator[str]:
     memories = planned.plan.memory
-    unit, size = ("GiB", _GIB) if max(each.total_bytes for each in memories) >= _GIB else ("MiB", 2**20)
+    unit, size = unit_of_table(each.total_bytes for each in memories)
     kinds = {asked.optimizer if kind == "states" else kind: name for kind, name in MEMORY_KINDS.items()}
     for kind in ("gathered", "masters", "host"):
         if kind == "host" or not any(getattr(each, kinds[kind]) for each in memories):
@@ -507,10 +507,11 @@ def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
     horizon = planned.world.parameters.activation_loading_horizon
     speeds = f"over a link of {asked.link_gbs:g} GB/s each way, by devices of {asked.tflops:g} TFLOP/s"
     yield f"offload   at horizon {horizon}, {speeds}"
-    rows = [["GiB", "boundaries", "on device", "on host", "out", "back", "stalls", "of a step of"]]
+    unit, size = unit_of_table(max(each.resident_bytes, each.out_bytes) for each in planned.plan.forecasts)
+    rows = [[unit, "boundaries", "on device", "on host", "out", "back", "stalls", "of a step of"]]
     for stage, each in enumerate(planned.plan.forecasts):
         sizes = (each.resident_bytes, each.device_bytes, each.host_bytes, each.out_bytes, each.back_bytes)
-        cells = [f"{num_bytes / _GIB:.2f}" for num_bytes in sizes]
+        cells = [f"{num_bytes / size:.2f}" for num_bytes in sizes]
         rows.append([f"stage {stage}", *cells, seconds(each.stall_seconds), seconds(each.step_seconds)])
     yield from table(rows, width())
 

@@ -13,7 +13,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width
-from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, world_of
+from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, unit_of_table, world_of
 from smpkit.config.load import Override, edited, file_of_parameters, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
@@ -25,9 +25,8 @@ from smpkit.plan.tune.instances import INSTANCES
 from smpkit.plan.tune.machine import Machine, from_calibration, published, with_memory
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, usable_bytes
 from smpkit.plan.tune.search import SearchResult, search
-from smpkit.units import seconds, things
+from smpkit.units import amount, seconds, things
 
-_GIB: Final = 2**30
 _MOST_TENSOR_RANKS: Final = 16
 _MOST_REASONS: Final = 6
 _OF_THE_MODEL: Final = ("bf16", "fp16", "prescaled_batch", "optimize", "tensor_parallel_seed")
@@ -80,7 +79,7 @@ def _nothing_fits(result: SearchResult) -> SmpkitError:
         return SmpkitError("no configuration fits", hint=hint)
     config, nearest = result.nearest
     degrees = f"pipeline {config.pipeline_parallel_degree} × tensor {config.tensor_parallel_degree}"
-    lacks = f"lacks {nearest.missing_bytes / _GIB:.2f} GiB: {nearest.reason}"
+    lacks = f"lacks {amount(nearest.missing_bytes)}: {nearest.reason}"
     return SmpkitError(
         f"no configuration fits; the nearest, {degrees} with {config.microbatches} microbatches, {lacks}",
         hint="use more `--hosts`, smaller microbatches in the factory, or devices with more memory",
@@ -191,7 +190,7 @@ def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any],
     yield from fold("search    ", [f"{searched}{';' * bool(left)}", *left], width(), " ")
     if result.best:
         yield ""
-        yield from _ranking(result, result.best[:top])
+        yield from _ranking(result, result.distinct[:top])
         yield ""
         yield from _details(result.best[0], job, given)
     if result.ruled_out:
@@ -207,7 +206,7 @@ def _notes(job: Job) -> list[str]:
 
 def _ranking(result: SearchResult, best: Sequence[Prediction]) -> Iterator[str]:
     head = ["", "pp×tp×dp", "shared", "microbatches", "schedule", "layers", "step", "tokens/s"]
-    rows = [[*head, "bubble", "communication", "stall", "GiB", "limited by"]]
+    rows = [[*head, "bubble", "communication", "stall", "memory", "limited by"]]
     rows += [[str(number), *_cells(each)] for number, each in enumerate(best, 1)]
     if isinstance(result.present, Prediction):
         rows.append(["as it is", *_cells(result.present)])
@@ -232,7 +231,7 @@ def _cells(each: Prediction) -> list[str]:
         seconds(step),
         f"{each.tokens_per_second:,.0f}",
         *(f"{each.parts[name] / step:.0%}" for name in ("bubble", "communication", "stall")),
-        f"{peak_of(each.plan) / _GIB:.1f}",
+        amount(peak_of(each.plan)),
         each.binds,
     ]
 
@@ -242,10 +241,13 @@ def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[s
     usable = usable_bytes(job.machine)
     yield from fold("step      ", [f"{name} {seconds(length)}" for name, length in best.parts.items()], width(), " · ")
     kinds = {name: kind for name, kind in MEMORY_KINDS.items() if any(getattr(each, kind) for each in best.plan.memory)}
-    rows = [["GiB", *kinds, "total", f"of {usable / _GIB:.1f}"]]
+    unit, size_of_unit = unit_of_table(memory.total_bytes for memory in best.plan.memory)
+    rows = [[unit, *kinds, "total", f"of {amount(usable)}"]]
     for stage, memory in enumerate(best.plan.memory):
         sizes = [*(getattr(memory, kind) or 0 for kind in kinds.values()), memory.total_bytes]
-        rows.append([f"stage {stage}", *(f"{size / _GIB:.2f}" for size in sizes), f"{memory.total_bytes / usable:.0%}"])
+        rows.append(
+            [f"stage {stage}", *(f"{size / size_of_unit:.2f}" for size in sizes), f"{memory.total_bytes / usable:.0%}"]
+        )
     yield from table(rows, width())
     proven = f"another could be {best.gap:.1%} faster" if best.gap else "no other choice fits and is faster"
     yield from fold("layers    ", [*layer_lines(best.choices), f"({proven})"], width(), "; ")
@@ -282,7 +284,7 @@ def _as_plain(name: str, job: Job, result: SearchResult, given: Mapping[str, Any
         "predicted": result.num_predicted,
         "seconds": result.seconds,
         "unseen_gap": result.unseen_gap,
-        "best": [_prediction_as_plain(each, given) for each in result.best[:top]],
+        "best": [_prediction_as_plain(each, given) for each in result.distinct[:top]],
         "present": _prediction_as_plain(present, given) if isinstance(present, Prediction) else None,
         "present_reason": present.reason if isinstance(present, RuledOut) else None,
         "ruled_out": result.ruled_out,

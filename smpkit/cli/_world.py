@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,7 @@ from smpkit.config.words import printable
 from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.chain import Choice
+from smpkit.units import unit_of
 
 _DEADLINE_SECONDS: Final = 600
 MEMORY_KINDS: Final = {
@@ -102,6 +103,11 @@ def describe(
     what = f"`{target}` could not be described"
     answer = ask("smpkit.torch.describe", arguments, what, "planning a model", _DEADLINE_SECONDS)
     return [ModelFacts.from_json(line) for line in answer.splitlines()]
+
+
+def unit_of_table(num_bytes: Iterable[int]) -> tuple[str, int]:
+    """Return the unit of a table of memory and its bytes: GiB, or a smaller one where no entry has one of those."""
+    return unit_of(min(max(num_bytes), 2**30))
 
 
 def layer_lines(choices: Mapping[str, Choice]) -> list[str]:

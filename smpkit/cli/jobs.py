@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from datetime import datetime, timedelta
 
 import click
 
 from smpkit.cli import _console
 from smpkit.cli.options import BackendChoice, backend_options, length
 
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from smpkit_estimator.status import JobStatus
-
+_SHOWN = ("name", "arn", "status", "phase", "created", "ended")
+"""What lists of jobs know of each."""
 _STATUSES = ("InProgress", "Completed", "Failed", "Stopping", "Stopped")
 
 
@@ -34,7 +31,8 @@ def jobs(
     opened = chosen.open()
     listed = list(opened.list(Query(status, name, since, limit)))
     if as_json:
-        click.echo(json.dumps([_plain(item) for item in listed], indent=2))
+        plain = [{name: getattr(item, name) for name in _SHOWN} for item in listed]
+        click.echo(json.dumps(plain, indent=2, default=datetime.isoformat))
         return
     if not listed:
         _console.current().note(f"no such jobs on {opened.title}")
@@ -42,14 +40,3 @@ def jobs(
     for item in listed:
         shown = item.phase if item.status in ("InProgress", item.phase) else f"{item.status} ({item.phase})"
         click.echo(f"{item.name:{width}}  {item.created.astimezone():%Y-%m-%d %H:%M}  {shown}")
-
-
-def _plain(item: JobStatus) -> dict[str, Any]:
-    return {
-        "name": item.name,
-        "arn": item.arn,
-        "status": item.status,
-        "phase": item.phase,
-        "created": item.created.isoformat(),
-        "ended": item.ended.isoformat() if item.ended is not None else None,
-    }

@@ -59,7 +59,7 @@ def logs(
     """Print the log of a run or a job, by rank or host if asked.
 
     Without an argument it is the last run below this folder; a name or folder of a run is looked for there, any other
-    name is that of a managed job.
+    name, and any beside `--backend`, is that of a managed job.
 
     Of a managed job, lines are merged by time, each after its host. Streams of later attempts (after a spot
     interruption) belong to it. It warns if the log may be incomplete.

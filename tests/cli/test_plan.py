@@ -295,6 +295,7 @@ def test_offloading_is_planned_for_each_stage_and_copies_that_do_not_hide_are_sa
     assert content["stages"][0]["host_bytes"] == first["host_bytes"]
     lines = smpkit("plan", "mp.json", *arguments).stdout.splitlines()
     assert "offload   at horizon 4, over a link of 1 GB/s each way, by devices of 0.001 TFLOP/s" in lines
+    assert any(line.startswith("KiB") and "boundaries" in line for line in lines)  # of GiB all were 0.00
     said = smpkit("plan", "mp.json", "--model", "zoo:checkpointed", "--tflops", "100", "--link-gbs", "1").stderr
     assert "hint: copies take longer than the forward of their layer; a link of " in said
 

@@ -127,6 +127,8 @@ def test_what_a_log_here_does_not_have_is_refused(runs: list[Run], smpkit: Smpki
     done = smpkit("logs", "--rank", "7")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "has no log of rank 7\nhint: it has logs of ranks 0, 1\n" in done.stderr
+    elsewhere = smpkit("logs", runs[2].label, "--backend", "slurm")
+    assert (elsewhere.stdout, f"there is no job `{runs[2].label}`" in elsewhere.stderr) == ("", True)
     assert "without times and hosts" in smpkit("logs", "--since", "1m").stderr
     assert "has no log" in smpkit("logs", str(runs[0].path)).stderr
 

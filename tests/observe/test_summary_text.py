@@ -7,7 +7,7 @@ import pytest
 from smpkit.config.words import duration
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
 from smpkit.observe.summary_text import block
-from smpkit.units import amount, count
+from smpkit.units import amount, count, seconds
 
 MIB = 2**20
 SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.008, other=0.002)
@@ -109,3 +109,7 @@ def test_a_plan_without_activations_is_no_plan_of_the_peak() -> None:
     planned = KindBytes(weights=8 * MIB, gradients=8 * MIB)
     ranks = tuple(replace(rank, planned=planned) for rank in TWO.ranks)
     assert "memory  at most 36.0 MiB in tensors (rank 0)" in block(replace(TWO, ranks=ranks))
+
+
+def test_short_times_are_not_nothing() -> None:
+    assert [seconds(length) for length in (0, 2e-8, 1e-6, 0.0123, 3)] == ["0 µs", "20 ns", "1 µs", "12.3 ms", "3.00 s"]

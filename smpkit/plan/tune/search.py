@@ -21,6 +21,7 @@ from smpkit.errors import ConfigError
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.tune.neighbours import speed_changes
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, predict, usable_bytes
+from smpkit.units import amount
 
 _VARIED: Final = 4
 """Around how many of the best the rest is varied."""
@@ -58,6 +59,15 @@ class SearchResult:
     nearest: tuple[ModelParallelConfig, RuledOut] | None
     """Where nothing fits, the configuration that lacks least memory."""
     seconds: float
+
+    @property
+    def distinct(self) -> list[Prediction]:
+        """The best, of those with one prediction the first; another `memory_weight` often leads to the same parts."""
+        first: dict[str, Prediction] = {}
+        for each in self.best:
+            held = [memory.total_bytes for memory in each.plan.memory]
+            first.setdefault(repr((each.parts, held, sorted(each.choices.items()))), each)
+        return list(first.values())
 
 
 def search(
@@ -152,7 +162,7 @@ class _Seen:
         """Tell whether weights, gradients and states alone have room; if not, that is the outcome."""
         needed = _least_bytes(self.job, config)
         if needed > room:
-            reason = f"weights, gradients and states alone need {needed / 2**30:.1f} GiB"
+            reason = f"weights, gradients and states alone need {amount(needed)}"
             self.outcomes.setdefault(config.model_dump_json(), RuledOut("states", reason, round(needed - room)))
         return needed <= room
 

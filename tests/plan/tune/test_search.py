@@ -307,3 +307,14 @@ def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight(
         # The second stage splits its backward; the first one hands no gradient on.
         units_of_stage = len(plain.plan.assignment.names(1)) if plain.plan.assignment else 0
         assert split.step_seconds - plain.step_seconds == pytest.approx(units_of_stage * more, rel=0.05)
+
+
+def test_of_configurations_with_one_prediction_the_first_is_shown() -> None:
+    """Other weights of the partition, which led to the same parts, took places in the table."""
+    found = search(job(degrees=(1,), ranks=2), {"ddp": True, "microbatches": 8}, budget_seconds=1000)
+    assert len(found.distinct) < len(found.best)
+    assert found.distinct[0] is found.best[0]
+    figures = [(each.parts, dict(each.choices), [held.total_bytes for held in each.plan.memory]) for each in found.best]
+    shown = [figures[found.best.index(each)] for each in found.distinct]
+    assert all(one not in shown[:index] for index, one in enumerate(shown))
+    assert all(one in shown for one in figures)
