@@ -178,7 +178,7 @@ def test_a_fault_of_the_machine_is_no_damage(
         return read(source, *args, **options)
 
     monkeypatch.setattr(module, name, fail)
-    for newest in ("two", "one"):  # one behind: the save of `two` was killed before it was named
+    for newest in ("two", "gone"):  # then `two` is the newest that is left
         (saved / "newest").write_text(f"{newest}_partial\n")
         with pytest.raises(CheckpointError, match=r"^no checkpoint was loaded; rank 0: ") as caught:
             resume_from_checkpoint(saved)
