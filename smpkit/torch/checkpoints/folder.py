@@ -454,7 +454,7 @@ def survey(path: Path, partial: bool) -> Survey:
         elif not usable:
             is_there, kind = (path / newest).exists(), "full" if partial else "partial"
             damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if is_there else "it is missing"
-    # Maybe an older one, by whoever wants to go back to it.
+    # It may be an older one, of whoever wants to go back to it.
     named = {newest: usable[newest]} if newest in usable else {}
     return Survey(named | usable, damaged, newest)
 
@@ -466,7 +466,7 @@ def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict
         try:
             indices[folder.name] = read_index(folder)
         except CheckpointError as error:
-            # Of any folder: the newest checkpoint is not the one that `newest` names, if a save was killed before that.
+            # Of any folder: it may be the newest that is left, where what `newest` names is damaged or gone.
             if is_fault_of_machine(error) or (folder.name == newest and isinstance(error, _AnotherFormatError)):
                 raise
             damaged[folder.name] = error.message

@@ -1,9 +1,9 @@
 """The whole state of the model, one tensor after the other on rank 0: for full checkpoints and folders of the hub.
 
 All ranks walk through the same names in the same order. The pieces of a tensor are put together where they lie and sent
-to rank 0 (`whole_value`), so a rank needs memory for one whole tensor beside its own part. A module that tensor
-parallelism has replaced comes under the names of the script's own model: its registration has a translation back,
-which makes one tensor after the other from the whole tensors of the replacement.
+to rank 0 (`whole_value`), so a rank needs memory for one whole tensor, or a few small ones, beside its own part. A
+module that tensor parallelism has replaced comes under the names of the script's own model: its registration has a
+translation back, which makes one tensor after the other from the whole tensors of the replacement.
 """
 
 from __future__ import annotations
