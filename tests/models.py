@@ -59,7 +59,8 @@ def tokens(size: int, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def mse_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = functional.mse_loss(model(x), y)
+    out = model(x)
+    loss = functional.mse_loss(out, y.to(out.dtype))
     model.backward(loss)
     return loss
 

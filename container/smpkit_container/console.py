@@ -9,6 +9,7 @@ does not use smpkit have none, and it is left alone once it has printed somethin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -16,8 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Final
+from unicodedata import east_asian_width
 
 from smpkit.config.words import coloured, duration, plain
 from smpkit.observe.runs import LOGS
@@ -118,7 +121,7 @@ class Console:
         self._merged_log = ""
         self._files: dict[str, int] = {}
         self.broken = False
-        """Whether nobody reads the output any more."""
+        """Whether the output goes nowhere any more: nobody reads it, or its disk is full."""
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str]) -> Console:
@@ -199,7 +202,9 @@ class Console:
 
     def _set_status(self, text: str) -> None:
         """Replace the bottom line; it is cut to the width, because only one line can be overwritten."""
-        text = text[: shutil.get_terminal_size().columns - 1]
+        ends = accumulate(1 + (east_asian_width(character) in "WF") for character in text)
+        room = shutil.get_terminal_size().columns - 1
+        text = text[: sum(end <= room for end in ends)]
         if text != self._status:
             self._write("err", _CLEAR_LINE + text.encode("utf-8", errors="replace"))
             self._status = text
@@ -212,8 +217,11 @@ class Console:
             while left:  # without Python's buffer, a write that a signal interrupts is a part of it
                 left = left[self._streams[stream].write(left) :]
             self._streams[stream].flush()
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError as error:
             self.broken = True
+            if not isinstance(error, (BrokenPipeError, ConnectionResetError)) and stream == "out":
+                with contextlib.suppress(OSError):
+                    self._streams["err"].write(f"error: the output cannot be written: {error}\n".encode())
             # Python flushes stdout again at exit, and would report the error again: discard it.
             with open(os.devnull, "wb") as nothing:  # noqa: PTH123
                 os.dup2(nothing.fileno(), self._streams[stream].fileno())

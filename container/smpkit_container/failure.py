@@ -35,6 +35,7 @@ _NO_GPU_HINT = (
 )
 _NO_GPU = re.compile(r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available")
 _OUT_OF_MEMORY = re.compile(r"(?:^|\.)OutOfMemoryError$|^MemoryError$|DefaultCPUAllocator: can't allocate memory")
+_ASKED_FOR = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNKNOWN_ARGUMENT = re.compile(r"(?:unrecognized arguments|[Nn]o such option):? (--?[\w-]+)")
 _MISSING_ARGUMENT = re.compile(r"error: the following arguments are required: (--?[\w-]+)")
 
@@ -172,8 +173,10 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float, che
     elif outcome.overdue:
         what = f"{who} did not end within {grace_seconds:g} s and had to be killed"
         hint = "save less, save faster, or raise SMPKIT_GRACE_SECONDS where the platform allows it"
+    elif all(end.status == -signal.SIGKILL for end in unclean):  # by a second Ctrl-C, or for want of memory
+        what = f"SIGKILL ended {who} before the script did"
     elif all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in unclean):
-        what = f"ended {who}; the script does not handle SIGTERM"
+        what = f"ended {who}; the script did not handle SIGTERM"
         hint = "handle SIGTERM in the script to save its state, for example with `smp.on_stop(callback)`"
     else:
         what = f"{who} did not end with exit code 0"
@@ -313,7 +316,14 @@ def _hint_of(end: RankEnd) -> str | None:
         return _NO_GPU_HINT
     if not _ran_out_of_memory(end):
         return None
-    return _MEMORY_HINT if end.doing is None or not end.doing.remedy else end.doing.remedy
+    remedy = "" if end.doing is None else end.doing.remedy(0 if error is None else _bytes_asked_for(error.message))
+    return remedy or _MEMORY_HINT
+
+
+def _bytes_asked_for(message: str) -> int:
+    """Return how many bytes could not be had, as torch says; 0 if this message does not."""
+    asked = _ASKED_FOR.search(message)
+    return 0 if asked is None else round(float(asked[1]) * 1024 ** "bKMG".index(asked[2][0]))
 
 
 def _ran_out_of_memory(end: RankEnd) -> bool:

@@ -170,7 +170,7 @@ class _Launch:
                 RankSummary(rank, socket.gethostname(), Split(), most, most.on_device, None, pages[rank].planned)
                 for rank, most in held.items()
             ),
-            notes=(f"memory is that of the last step, step {step}",) if held else (),
+            notes=(f"memory is the most up to step {step}, or in a step that failed",) if held else (),
         )
         with contextlib.suppress(SummaryError):  # a full disk, of which the logs have told
             write_summary(self._run, summary)

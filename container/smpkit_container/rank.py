@@ -46,10 +46,9 @@ def main(program: Sequence[str], environ: MutableMapping[str, str]) -> None:
     faulthandler.enable(file=stack)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     os.set_inheritable(report, False)
-    os.set_inheritable(stack, False)
+    os.set_inheritable(stack, False)  # a shell, and a script that starts itself anew with exec, keep the life line
     if program[0].endswith(".sh"):
-        run_shell_script(program[0], program[1:])  # keeps the life line
-    os.set_inheritable(life_line, False)
+        run_shell_script(program[0], program[1:])
     debug = None
     if "SMPKIT_PDB" in environ:
         from smpkit_container.debugger import install  # pdb is half of what a rank's start takes
@@ -176,7 +175,11 @@ def _shorten(error: BaseException) -> None:
 def _report(descriptor: int, error: BaseException) -> None:
     """Write what happened to the launcher; never let the report hide the error itself."""
     with contextlib.suppress(Exception):
-        data = json.dumps(_described(error)).encode() + b"\n"
+        try:
+            described = _described(error)
+        except Exception as later:  # a signal handler's: DataLoader's says that a worker was killed, maybe only now
+            described = _described(later)
+        data = json.dumps(described).encode() + b"\n"
         while data:
             data = data[os.write(descriptor, data) :]
 

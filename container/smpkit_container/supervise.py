@@ -230,7 +230,8 @@ class _Rank:
             rank=self.number,
             status=self.status,
             seconds=self.ended_seconds,
-            error=RankError.of_report(json.loads(report)) if report.endswith(b"\n") else None,
+            # The last of several: a child that the script forked may have reported, too.
+            error=RankError.of_report(json.loads(report.splitlines()[-1])) if report.endswith(b"\n") else None,
             stopped=self.was_cut_short,
             last_lines=tuple(self.last_lines),
             peak_bytes=self.peak_bytes,

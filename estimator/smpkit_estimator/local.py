@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.config.job import JobConfig
-from smpkit.config.scheduled import STOPPED
+from smpkit.config.scheduled import OF_THE_LAUNCHER, STOPPED
 from smpkit.config.wire import HOMOGENEOUS
 from smpkit.errors import ConfigError, Problem
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
@@ -218,7 +218,9 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
     checkpoints = str(folder / CHECKPOINTS)
     files = platform_files(plan, folder.name, [_HOST], _HOST, code=str(code), checkpoints=checkpoints, interface="lo")
     make_tree(folder, plan.places(folder), plan.inputs, files)
-    variables = {**environ, **plan.job.variables, **plan.secrets}
+    # A shell in the pod or on the node of a managed job has what tells that job's launcher its hosts.
+    inherited = {name: value for name, value in environ.items() if name not in OF_THE_LAUNCHER}
+    variables = {**inherited, **plan.job.variables, **plan.secrets}
     if plan.dependencies:
         # Python resolves the link to the script and puts only the folder behind it on its path.
         entries = [str(code), *filter(None, [variables.get("PYTHONPATH")])]

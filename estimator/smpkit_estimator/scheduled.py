@@ -7,18 +7,16 @@ The launcher finds there what it finds on SageMaker: `hyperparameters.json` and 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smpkit.config import scheduled as names
-from smpkit.config.fields import JOB_NAME
+from smpkit.config.fields import wrong_job_name
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath, validated
 from smpkit.config.wire import MPI_ENABLED, MPI_OPTIONS, PROCESSES_PER_HOST
-from smpkit.config.words import quoted
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
 from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
@@ -34,9 +32,8 @@ _OF_AWS_COMPUTE = ("instance_type", "volume_gb", "spot", "max_wait_seconds", "ke
 
 def not_for_schedulers(job: JobConfig, name: str | None = None) -> Iterator[Problem]:
     """Yield the settings that only SageMaker can follow, a name that is none, and degrees that fit no hosts."""
-    if name is not None and re.fullmatch(JOB_NAME, name) is None:
-        message = f"makes the name {quoted(name)}, and a name has 1 to 63 letters, digits and hyphens"
-        yield Problem(("name",), message, "give a shorter one")
+    if name is not None and (wrong := wrong_job_name(name)) is not None:
+        yield Problem(("name",), *wrong)
     for channel, each in job.inputs.items():
         if each.mode == "Pipe" or each.sharded:
             what = "mode" if each.mode == "Pipe" else "sharded"

@@ -40,20 +40,16 @@ _INDENT: Final = " " * len("schedule  ")
 
 def run(
     files: Sequence[Path],
+    degrees: dict[str, Any],
     *,
     overrides: Sequence[Override],
     sweeps: Sequence[str],
     svg: Path | None,
     as_json: bool,
     **options: Any,
-) -> None:
-    """Plan, and print it; arguments as of the command."""
-    names = ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches")
-    degrees = {name: value for name in names if (value := options.pop(name)) is not None}
+) -> int:
+    """Plan, print it, and return the exit code: 1 if nothing fits; arguments as of the command."""
     asked = Asked(**options)
-    if files and degrees:
-        flag = "--" + next(iter(degrees)).replace("_", "-")
-        raise UsageError(f"`{flag}` cannot be given beside a file", hint="change a setting of it with `--set`")
     if sweeps and not files:
         raise UsageError("`--sweep` changes settings of a file, and none is given", hint="name a job file")
     if len(files) > 1 or sweeps:
@@ -62,7 +58,7 @@ def run(
         lines = _several(rows)
         plans = {row.name: row.planned for row in rows if row.planned is not None}
     else:
-        world = world_of(files[0], overrides) if files else _world_of_degrees(degrees, overrides)
+        world = world_of(files[0], [*overrides, *asked.sizes]) if files else _world_of_degrees(degrees, overrides)
         [planned] = _plans_of([world], asked)
         if isinstance(planned, ConfigError):
             raise planned
@@ -77,6 +73,7 @@ def run(
         raise UsageError("no plan is left", hint="the table says why each is refused")
     if svg is not None:
         _draw(svg, plans)
+    return int(not any(each.all_fit for each in plans.values()))
 
 
 def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[Override]) -> World:
@@ -107,6 +104,12 @@ class Asked:
     memory_gib: float | None
     tflops: float
     link_gbs: float
+
+    @property
+    def sizes(self) -> list[Override]:
+        """Hosts and ranks as options over a file, to be applied last: ranks are divided over the hosts."""
+        sizes = {"--hosts": self.hosts, "--ranks": self.ranks}
+        return [(flag, str(number)) for flag, number in sizes.items() if number is not None]
 
     @property
     def speed(self) -> Speed:
@@ -232,7 +235,7 @@ def _rows_of(
     for file, changes in combinations:
         settings = [("-p" if key in parameters else "--set", f"{key}={value}") for key, value in changes]
         try:
-            worlds.append(world_of(file, [*overrides, *settings]))
+            worlds.append(world_of(file, [*overrides, *settings, *asked.sizes]))
         except ConfigError as error:
             if not changes:  # a file that is wrong as it is says all that is wrong
                 raise

@@ -243,7 +243,10 @@ def _recorded(job: LoadedJob, plan: LocalPlan, where: str, train: Callable[[Path
     console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
     with held(folder):
         done = train(folder.path)
-        _end_run(folder, plan.ranks, done.seconds, _end_of(done))
+        try:
+            _end_run(folder, plan.ranks, done.seconds, _end_of(done))
+        except SmpkitError as error:  # such as of a full disk: the job has its own end
+            console.warn(error.message)
     return folder, done
 
 

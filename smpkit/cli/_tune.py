@@ -50,7 +50,8 @@ def run(
     if write and flags:
         hint = "write the setting into the file first; a parameter by `-p` is written"
         raise UsageError(f"`--write` cannot be given beside `{min(flags)}`, which the file would not have", hint=hint)
-    world = world_of(file, overrides)
+    # The degrees of the file need not divide the ranks that are asked for: others are searched.
+    world = world_of(file, [*overrides, *[("--ranks", "null")] * (options["ranks"] is not None)])
     facts = _machine(world, options["machine"], options["calibration"], options["tflops"])
     facts = with_memory(facts, options["memory_gib"], options["host_memory_gib"])
     ranks = options["ranks"] or (options["hosts"] or world.hosts) * (world.per_host or facts.ranks_per_host)

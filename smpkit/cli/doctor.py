@@ -13,7 +13,7 @@ import click
 import smpkit
 from smpkit.cli import _console
 from smpkit.cli._commit import commit
-from smpkit.cli.options import BackendChoice, backend_options, read_job
+from smpkit.cli.options import ACCESS, BackendChoice, backend_options, read_job, refuse
 from smpkit.units import things
 
 _PACKAGES = ("click", "pydantic", "ruamel.yaml", "torch", "boto3")
@@ -38,10 +38,13 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
     from smpkit.cli._machine import check_machine, runs_here
 
     if report:
+        refuse(("file", "write", *ACCESS), "beside `--report`, which is of this machine", "remove it")
         versions = _versions()
         lines = [f"{name} {version}" for name, version in versions.items()]
         click.echo(json.dumps(versions, indent=2) if as_json else "\n".join(lines))
         return 0
+    if file is None:
+        refuse(("write",), "without a job file", "name the one whose results go there")
     job = read_job(file, ()).config if file is not None else None
     findings = check_machine(job)
     if job is None or chosen.name is not None or not runs_here(job):

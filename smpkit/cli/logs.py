@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli.options import BackendChoice, backend_options, complete_run, length
+from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options, complete_run, length, refuse
 from smpkit.cli.status import show_end
 from smpkit.config.words import coloured
 from smpkit.errors import SmpkitError, UsageError
@@ -68,10 +68,12 @@ def logs(
         re.compile(grep or "")
     except re.error as error:
         raise UsageError(f"`--grep {grep}` is not a regular expression: {error}") from None
-    run = _run_here(job)
+    if job is None:
+        refuse(ACCESS, *OF_A_JOB)
+    run = None if chosen.asked else _run_here(job)
     if run is not None:
-        if since is not None or hosts:
-            raise UsageError("a run on this machine has a log without times and hosts", hint="use --tail or --rank")
+        why = "for a run on this machine, whose log is without times and hosts"
+        refuse(("since", "hosts"), why, "use --tail or --rank")
         for line in _lines_of_run(run, ranks, grep, tail, follow=follow):
             click.echo(_as_json(line) if as_json else coloured(line))
         return 0

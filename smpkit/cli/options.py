@@ -1,5 +1,7 @@
 """Options that several commands share, each with one meaning: of a job file, of a back end, lengths of time, runs.
 
+`refuse` is for those that a command cannot use as it is called.
+
 ::
 
     @click.command()
@@ -16,7 +18,7 @@ import functools
 import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from smpkit.cli import _console
+from smpkit.errors import UsageError
 from smpkit.observe.runs import find_runs
 
 if TYPE_CHECKING:
@@ -36,6 +39,23 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Texts = tuple[str, ...]
+
+
+def refuse(names: Iterable[str], why: str, hint: str) -> None:
+    """Refuse parameters of the present command that its command line has: they cannot be given `why`."""
+    if given := [f"`{_shown(param)}`" for param in _on_command_line(names)]:
+        raise UsageError(f"{' and '.join(given)} cannot be given {why}", hint=hint)
+
+
+def _on_command_line(names: Iterable[str]) -> list[click.Parameter]:
+    """Return those that the command line has; what the environment sets applies where it can."""
+    ctx, wanted = click.get_current_context(), frozenset(names)
+    params = [param for param in ctx.command.params if param.name in wanted]
+    return [param for param in params if ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE]
+
+
+def _shown(param: click.Parameter) -> str:
+    return max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
 
 
 # ---- a job file ------------------------------------------------------------------------------------------------------
@@ -79,6 +99,10 @@ def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False)
 # ---- a back end ------------------------------------------------------------------------------------------------------
 
 _DEFAULT: Final = "sagemaker"
+ACCESS: Final = ("profile", "region", "backend")
+"""The parameters of `backend_options`."""
+OF_A_JOB: Final = ("without the name of a job", "`smpkit jobs` lists them")
+"""Why `ACCESS` is refused where no name is given."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +113,8 @@ class BackendChoice:
     region: str | None = None
     name: str | None = None
     """None: the one that the job file names, else SageMaker."""
+    asked: bool = False
+    """Whether the command line says any of this."""
 
     def open(self, job: JobConfig | None = None) -> Backend:
         """Return the back end, where the command line names none that of the job; nothing is asked of it yet."""
@@ -96,6 +122,8 @@ class BackendChoice:
 
         named = job.backend.chosen if job is not None else None
         name, access = self.name or named or _DEFAULT, Access(self.profile, self.region)
+        if name == "slurm":
+            refuse(("profile", "region"), "for Slurm, which has neither", "remove it")
         options = f" --backend {named}" if self.name is None and named is not None else ""
         if name == "kubernetes" and job is not None:
             kubernetes = job.backend.kubernetes
@@ -112,11 +140,11 @@ def backend_options(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def command(*args: Any, profile: str | None, region: str | None, backend: str | None, **options: Any) -> Any:
-        source = click.get_current_context().get_parameter_source
-        for name, value in (("profile", profile), ("region", region), ("backend", backend)):
-            if value is not None and source(name) is ParameterSource.COMMANDLINE:  # the environment applies anyway
+        asked = [param.name for param in _on_command_line(ACCESS)]
+        for name, value in zip(ACCESS, (profile, region, backend), strict=True):
+            if value is not None and name in asked:
                 _console.repeat_in_commands(f" --{name} {shlex.quote(value)}")
-        return function(*args, chosen=BackendChoice(profile, region, backend), **options)
+        return function(*args, chosen=BackendChoice(profile, region, backend, bool(asked)), **options)
 
     known = "`sagemaker`, `slurm`, `kubernetes` or `batch`. Default: the job file's, else `sagemaker`."
     options = (

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from click.core import ParameterSource
 
-from smpkit.cli.options import override_options
-from smpkit.errors import UsageError
+from smpkit.cli.options import override_options, refuse
 from smpkit.plan.optimizers import OPTIMIZERS
 
 _OF_A_MODEL: Final = ("optimizer", "memory_gib", "tflops", "link_gbs")
+_DEGREES: Final = ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches")
 _RATE: Final = click.FloatRange(0, min_open=True)
 
 
@@ -26,14 +25,13 @@ _RATE: Final = click.FloatRange(0, min_open=True)
 @click.option("--hosts", type=click.IntRange(1), help="Number of hosts. Default: what FILE says, or 1.")
 @click.option("--model", metavar="MODULE:FACTORY", help="What returns the model: also plan its parts and memory.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="Whose states count (adamw).")
-@click.option("--memory-gib", type=_RATE, help="Memory of one rank's device: say whether the model fits.")
+@click.option("--memory-gib", type=_RATE, help="Memory of one rank's device: fail if no plan fits.")
 @click.option("--tflops", type=_RATE, default=150.0, help="What a device reaches in training, TFLOP/s (150).")
 @click.option("--link-gbs", type=_RATE, default=25.0, help="Its link with the host, GB/s each way (25).")
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2,...", help="Plan FILE with each of these values.")
 @click.option("--svg", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the schedule as an SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.pass_context
-def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> None:
+def plan(files: tuple[Path, ...], **options: Any) -> int:
     """Show what a job would do: ranks, schedule, parts, memory.
 
     FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options, and several files
@@ -46,10 +44,12 @@ def plan(ctx: click.Context, /, files: tuple[Path, ...], **options: Any) -> None
     KEY of `--sweep` is a parameter such as `microbatches`, or the path of any setting (`compute.instance_count`);
     repeat it to try all combinations.
     """
-    for name in _OF_A_MODEL:
-        if not options["model"] and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            hint = "name what returns the model with `--model MODULE:FACTORY`"
-            raise UsageError(f"`--{name.replace('_', '-')}` says nothing without a model", hint=hint)
+    if files:
+        refuse(_DEGREES, "beside a file", "change a setting of it with `--set`")
+    if not options["model"]:
+        hint = "name what returns the model with `--model MODULE:FACTORY`"
+        refuse(_OF_A_MODEL, "without a model", hint)
     from smpkit.cli._plan import run
 
-    run(files, **options)
+    degrees = {name: value for name in _DEGREES if (value := options.pop(name)) is not None}
+    return run(files, degrees, **options)

@@ -42,15 +42,17 @@ _POSITIVE: Final = click.FloatRange(0, min_open=True)
 @click.option("--updates", type=_POSITIVE, default=4.3, help="1e9 parameters that the host updates per second (4.3).")
 @click.option("--tflops", type=_POSITIVE, default=150.0, help="What the device reaches in training, TFLOP/s (150).")
 @click.option("--link-gbs", type=_POSITIVE, default=25.0, help="Its link with the host, GB/s each way (25).")
-@click.option("--memory-gib", type=_POSITIVE, help="Memory of the device: say whether the model fits.")
-@click.option("--host-memory-gib", type=_POSITIVE, help="Memory of the host: say what fits.")
+@click.option("--memory-gib", type=_POSITIVE, help="Memory of the device: fail if the model does not fit.")
+@click.option(
+    "--host-memory-gib", type=_POSITIVE, help="Memory of the host: say what fits, and fail if the model does not."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan_offload_model(memory_gib: float | None, host_memory_gib: float | None, as_json: bool, **options: Any) -> None:
+def plan_offload_model(memory_gib: float | None, host_memory_gib: float | None, as_json: bool, **options: Any) -> int:
     """Show what a step of smpkit.OffloadModel takes and holds, on one device."""
     plan = _plan(memory_gib, host_memory_gib, options)
     if as_json:
         click.echo(json.dumps(asdict(plan), indent=2))
-        return
+        return int(not all(plan.fits.values()))
     click.echo("\n".join(_report(plan, host_memory_gib)))
     console = _console.current()
     for place, limit in (("device", memory_gib), ("host", host_memory_gib)):
@@ -58,6 +60,7 @@ def plan_offload_model(memory_gib: float | None, host_memory_gib: float | None, 
             console.warn(f"does not fit the {place}'s {limit:g} GiB")
     if not plan.fits.get("device", True):
         console.hint("use more `--slices`, or more `--microbatches`")
+    return int(not all(plan.fits.values()))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from smpkit.cli import _console
 from smpkit.cli._console import write_file
-from smpkit.cli.options import BackendChoice, backend_options, complete_run
-from smpkit.errors import UsageError
+from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options, complete_run, refuse
 from smpkit.observe.runs import Run, find_runs, open_run
 
 
@@ -47,6 +45,8 @@ def report(
     from smpkit.observe.report.data import content_of
     from smpkit.observe.report.view import page
 
+    if as_json:
+        refuse(("output", "opens"), "beside `--json`, which writes no file", "remove one of them")
     with contextlib.ExitStack() as stack:
         opened = [_open(each, chosen, stack) for each in ((name,) if other is None else (name, other))]
         contents = [content_of(run) for run, _ in opened]
@@ -66,10 +66,9 @@ def report(
 
 def _open(name: str | None, chosen: BackendChoice, stack: contextlib.ExitStack) -> tuple[Run, Path]:
     """Return a run of this machine, or what a job of a back end has left; and where its report goes."""
-    source = click.get_current_context().get_parameter_source
-    is_elsewhere = any(source(option) is ParameterSource.COMMANDLINE for option in ("backend", "profile", "region"))
-    if name is None and is_elsewhere:
-        raise UsageError("a job of a back end is found by its name alone", hint="`smpkit jobs` lists them")
+    is_elsewhere = chosen.asked
+    if name is None:
+        refuse(ACCESS, *OF_A_JOB)
     if not is_elsewhere and chosen.name is not None and name is not None:
         is_elsewhere = "/" not in name and all(run.label != name for run in find_runs(Path.cwd()))
     if name is None or not is_elsewhere:

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from click.core import ParameterSource
 
 from smpkit.cli.image import recipe_options
-from smpkit.cli.options import job_arguments, seconds
-from smpkit.errors import UsageError
+from smpkit.cli.options import job_arguments, refuse, seconds
 
 if TYPE_CHECKING:
     from smpkit.config.load import Override
@@ -48,10 +46,7 @@ _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch",
 )
 @click.option("--gpus", is_flag=True, help="With --docker: give the containers this machine's GPUs.")
 @recipe_options
-@click.pass_context
-def run(
-    ctx: click.Context, /, file: Path, overrides: list[Override], arguments: tuple[str, ...], **options: Any
-) -> int:
+def run(file: Path, overrides: list[Override], arguments: tuple[str, ...], **options: Any) -> int:
     """Run a job on this machine, with the launcher of the training image or in the image itself.
 
     FILE is a job file, or a script such as `train.py`, which needs none: `-p pipeline_parallel_degree=2` sets what a
@@ -63,12 +58,10 @@ def run(
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
-    if options["docker"] and options["debugged"] is not None:
-        raise UsageError("`--pdb` does not go with --docker", hint="debug the job on this machine, without a container")
-    names = [name for name in _FOR_DOCKER if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if names and not options["docker"]:
-        flags = " and ".join(f"`--{name.replace('_', '-')}`" for name in names)
-        raise UsageError(f"{flags} without `--docker`", hint="add `--docker`")
+    if options["docker"]:
+        refuse(("debugged",), "beside `--docker`", "debug the job on this machine, without a container")
+    else:
+        refuse(_FOR_DOCKER, "without `--docker`", "add `--docker`")
     from smpkit.cli._run import run_job
 
     return run_job(file, overrides, arguments, **options)

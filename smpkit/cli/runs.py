@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +11,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
-from smpkit.cli.options import complete_run
+from smpkit.cli.options import complete_run, refuse
 from smpkit.errors import UsageError
 from smpkit.observe.runs import SUMMARY, Run, find_runs, open_run
 from smpkit.observe.values import read_values
@@ -41,10 +39,14 @@ def runs(name: str | None, others: tuple[str, ...], last: int, as_json: bool) ->
     """
     if others:
         raise UsageError("`smpkit runs` shows one run", hint=f"`smpkit report {name} {others[0]}` compares two")
+    if name is not None:
+        refuse(("last",), "beside the name of a run", "remove one of them")
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
     entries = [(run, _summary(run), _last_values(run)) for run in chosen]
     if as_json:
-        click.echo(json.dumps([_plain(*each) for each in entries], indent=2))
+        from pydantic_core import to_json
+
+        click.echo(to_json([_plain(*each) for each in entries], indent=2, inf_nan_mode="strings"))
     elif name is not None:
         click.echo("\n".join(_one(*entries[0])))
     elif entries:
@@ -74,7 +76,7 @@ def _last_values(run: Run) -> dict[str, float]:
 
 def _plain(run: Run, summary: RunSummary | None, values: dict[str, float]) -> dict[str, object]:
     found = {"run": run.label, "folder": str(run.path), "name": run.name, "started": run.started.isoformat()}
-    return {**found, "values": values, "summary": None if summary is None else asdict(summary)}
+    return {**found, "values": values, "summary": summary}
 
 
 def _row(run: Run, summary: RunSummary | None, values: dict[str, float]) -> list[str]:

@@ -25,7 +25,8 @@ def name_from(text: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]+", "-", text)[:63].strip("-") or "job"
 
 
-def _job_name(value: str) -> _Refusal:
+def wrong_job_name(value: str) -> tuple[str, str] | None:
+    """Return what is wrong with a name and a hint; None if it can be a job's."""
     if re.fullmatch(JOB_NAME, value):
         return None
     message = "must have 1 to 63 letters, digits and hyphens, the first and last no hyphen"
@@ -55,6 +56,8 @@ def _location(value: str) -> _Refusal:
         return f"must be a folder or an S3 URI, {got}"
     if re.match(r"[sS]3:/?[^/]", value):
         return f"must be a folder or an S3 URI, which begins with `s3://`, {got}", _EXAMPLE
+    if value.startswith("~"):
+        return f"must be a folder or an S3 URI, and only a shell replaces `~`, {got}", "write the path from `/`"
     if "://" not in value:
         long = f"must be a folder or an S3 URI, and a name has at most {_MAX_NAME_BYTES} bytes, {got}"
         return long if _has_long_name(value) else None
@@ -80,7 +83,7 @@ def _pattern(value: str) -> _Refusal:
     return None if groups else (f"must have a group around the number, got {quoted(value)}", hint)
 
 
-JobName = Annotated[str, checked(_job_name)]
+JobName = Annotated[str, checked(wrong_job_name)]
 Script = Annotated[str, checked(_script)]
 Location = Annotated[str, checked(_location)]
 BucketUri = Annotated[Location, checked(_bucket_uri)]

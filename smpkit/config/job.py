@@ -26,7 +26,7 @@ from smpkit.config.fields import (
     Word,
     name_from,
 )
-from smpkit.config.section import Section, checked, matching
+from smpkit.config.section import FIELDS_ALONE, Section, checked, matching
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
@@ -300,6 +300,19 @@ class Secret(Section):
 _IN_THE_IMAGE = "is decided by the image"
 
 
+def _of_the_distribution() -> dict[str, tuple[str, str]]:
+    """Return refusals of what belongs into the distribution, each with its place."""
+    places = {name: name for name in Distribution.model_fields} | {
+        "modelparallel": "smdistributed: {modelparallel",
+        "parameters": "smdistributed: {modelparallel: {enabled: true, parameters",
+        "processes_per_host": "torch_distributed: {enabled: true, processes_per_host",
+    }
+    return {
+        name: ("belongs to `distribution`", f"write `distribution: {{{place}: ...{'}' * place.count('{')}}}`")
+        for name, place in places.items()
+    }
+
+
 class JobConfig(Section):
     """The keys of the first level."""
 
@@ -385,6 +398,7 @@ class JobConfig(Section):
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         **misplaced("`distribution.smdistributed.modelparallel.parameters`"),
+        **_of_the_distribution(),
         "instance_type": ("belongs to `compute`", "write `compute: {instance_type: ...}`"),
         "instance_count": ("belongs to `compute`", "write `compute: {instance_count: ...}`"),
         "instance_groups": INSTANCE_GROUPS,
@@ -412,7 +426,7 @@ class JobConfig(Section):
         compute = data.get("compute")
         count = compute.get("instance_count", 1) if isinstance(compute, Mapping) else 1
         try:
-            distribution = Distribution.model_validate(data.get("distribution", {}))
+            distribution = Distribution.model_validate(data.get("distribution", {}), context=FIELDS_ALONE)
             hosts = Compute(instance_count=count).instance_count
         except ValidationError:
             return ()  # their own problems have been reported

@@ -25,7 +25,8 @@ from smpkit.errors import ConfigError, Problem, UsageError
 
 Override = tuple[str, str]
 """A flag and what it was given: `("--set", "compute.spot=true")`, `("-p", "microbatches=8")`, `("-H", "lr=0.1")`,
-`("--ranks", "2")` for the ranks on all hosts together. Values are read as YAML."""
+`("--hosts", "2")`, `("--ranks", "4")` for the ranks on all hosts together, or `null` for any number. Values are read as
+YAML."""
 
 _KIND_NAMES: Mapping[str, str] = {
     "job": "job file",
@@ -270,14 +271,8 @@ class _Sources:
 
     def set_override(self, flag: str, given: str) -> None:
         """Apply what an option was given."""
-        if flag == "--ranks":
-            hosts = _get(self.value, ("compute", "instance_count"))
-            hosts = hosts if isinstance(hosts, int) and hosts > 0 else 1
-            if int(given) % hosts:
-                message = f"{given} ranks cannot be spread evenly over {hosts} hosts"
-                self.problems.append(Problem((), message, f"use a multiple of {hosts}", flag))
-            else:
-                self._set((*self._launcher_path(), "processes_per_host"), str(int(given) // hosts), flag)
+        if flag in ("--hosts", "--ranks"):
+            self._set_size(flag, given)
             return
         key, separator, text = given.partition("=")
         source = f"{flag} {printable(key)}"
@@ -293,6 +288,20 @@ class _Sources:
         elif path[0] in _FREE_FORM and len(path) > 1:
             path = (path[0], ".".join(map(str, path[1:])))
         self._set(path, text, source)
+
+    def _set_size(self, flag: str, given: str) -> None:
+        """Apply a number of hosts, which only a job has, or of ranks, which parameters alone do not have either."""
+        if flag == "--hosts" and self.distribution:
+            self._set(("compute", "instance_count"), given, flag)
+        elif flag == "--ranks" and self.distribution is not None:
+            hosts = _get(self.value, ("compute", "instance_count"))
+            hosts = hosts if isinstance(hosts, int) and hosts > 0 else 1
+            if given != "null" and int(given) % hosts:
+                message = f"{given} ranks cannot be spread evenly over {hosts} hosts"
+                self.problems.append(Problem((), message, f"use a multiple of {hosts}", flag))
+                return
+            per_host = given if given == "null" else str(int(given) // hosts)
+            self._set((*self._launcher_path(), "processes_per_host"), per_host, flag)
 
     def _launcher_path(self) -> KeyPath:
         """Return where this file has its launcher: mpirun's where that is enabled, or torchrun's, switched on."""

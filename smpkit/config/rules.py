@@ -171,9 +171,10 @@ def world_problems(config: ModelParallelConfig, world_size: int) -> list[Problem
     """Say which degrees do not fit into `world_size` ranks."""
     pipeline, tensor = config.pipeline_parallel_degree, config.tensor_parallel_degree
     if world_size % (pipeline * tensor):
-        degrees = f"pipeline_parallel_degree × tensor_parallel_degree = {pipeline} × {tensor} = {pipeline * tensor}"
-        key = "pipeline_parallel_degree" if pipeline > 1 else "tensor_parallel_degree"
-        message = f"{degrees} must divide the number of ranks ({world_size})"
+        key, degree = ("pipeline_parallel_degree", pipeline) if pipeline > 1 else ("tensor_parallel_degree", tensor)
+        message = f"must divide the number of ranks ({world_size}), got {degree}"
+        if pipeline > 1 and tensor > 1:
+            message = f"times tensor_parallel_degree {message} × {tensor} = {pipeline * tensor}"
         return [Problem((key,), message, _ranks_hint(pipeline * tensor))]
     sharding, replicas = config.sharded_data_parallel_degree, world_size // (pipeline * tensor)
     if replicas % sharding:

@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     ModelWrapValidatorHandler,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
@@ -24,6 +25,9 @@ from smpkit.errors import ConfigError, Problem
 
 KeyPath = tuple[str | int, ...]
 """The place of a value, from the root of what is validated."""
+
+FIELDS_ALONE = "fields alone"
+"""The context of a validation that leaves rules between fields out."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Value = TypeVar("_Value")
@@ -88,7 +92,7 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _tell_in_words(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _tell_in_words(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if isinstance(data, cls):
             return handler(data)
         full = cls.spelled_out(data)
@@ -102,7 +106,7 @@ class Section(BaseModel):
             problems += cls._in_words(error, full)
             problems += cls.further_problems(full, problems)
         else:
-            problems += section.broken_rules()
+            problems += section.broken_rules() if info.context != FIELDS_ALONE else ()
         if problems:
             raise refusal(cls.as_written(problem, data) for problem in problems)
         return section
@@ -111,7 +115,10 @@ class Section(BaseModel):
     def _in_words(cls, error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
         problems = explain(error)
         unknown = [str(problem.path[0]) for problem in problems if _is_own(problem, _UNKNOWN)]
-        meant = {closest(name, cls.keys()) for name in unknown}
+        keys = cls.keys()
+        meant = {closest(name, keys) for name in unknown}
+        # A refusal names the field that is meant: `url` "is called `uri` here".
+        meant |= {key for name in unknown for key in keys if name in cls.refused and f"`{key}`" in cls.refused[name][0]}
         reported: list[Problem] = []
         for problem in problems:
             name = str(problem.path[0]) if problem.path else ""
@@ -227,7 +234,7 @@ _UNQUOTED = {
     "bool_type": r"(?i:true|false)",
 }
 """Texts that were probably meant as a value of another type."""
-_YAML_1_1 = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+_YAML_1_1 = {"yes": "true", "y": "true", "on": "true", "no": "false", "n": "false", "off": "false"}
 
 
 def explain(error: ValidationError) -> list[Problem]:

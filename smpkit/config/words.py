@@ -16,7 +16,8 @@ _RESET = "\x1b[0m"
 def closest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate that `name` was probably meant to be, if any."""
     lower = {candidate.lower(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7)
+    # Two of three letters that changed places leave 0.67; longer names that are so little alike are other words.
+    matches = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7 if len(name) > 3 else 0.6)
     return lower[matches[0]] if matches else None
 
 

@@ -33,6 +33,15 @@ def install() -> None:
         sys.meta_path.insert(0, _AfterImport())
         sys.meta_path.append(_StandIns())
         sys.excepthook = functools.partial(_explain, sys.excepthook)
+        _name_rank_as_mpirun_does()
+
+
+def _name_rank_as_mpirun_does() -> None:
+    """Give a rank of torchrun mpirun's variables, which scripts read, because SMP v1 always ran under it."""
+    theirs = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+    is_mpirun = any(name in os.environ for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
+    if not is_mpirun and all(name in os.environ for name in theirs):
+        os.environ.update({f"OMPI_COMM_WORLD_{name}": os.environ[ours] for ours, name in theirs.items()})
 
 
 def _prepare_torch(torch: Any) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from smpkit.config.words import closest, quoted
-from smpkit.errors import SmpkitError
+from smpkit.errors import SmpkitError, UsageError
 
 RUN_DIR: Final = "SMPKIT_RUN_DIR"
 """The variable that tells the ranks their run's folder."""
@@ -42,10 +42,6 @@ _NAME: Final = re.compile(r"(?P<name>.+)-(?P<time>\d{8}-\d{6})(?:-\d+)?")
 _TIME: Final = "%Y%m%d-%H%M%S"
 _DEPTH: Final = 2
 """How far below a folder its runs are looked for: `examples/gpt_text/runs` from a checkout's root."""
-
-
-class RunsError(SmpkitError):
-    """There is no such run, or its folder cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def make_run(folder: Path, name: str, now: datetime) -> Run:
                 path.mkdir()
                 break
     except OSError as error:
-        raise RunsError(f"the folder of a run cannot be made in `{runs}`: {error.strerror}") from None
+        raise SmpkitError(f"the folder of a run cannot be made in `{runs}`: {error.strerror}") from None
     return Run(path, name, now.replace(microsecond=0))
 
 
@@ -120,11 +116,11 @@ def _is_plain(path: Path) -> bool:
 
 
 def last_run(folder: Path) -> Run:
-    """Return the run that started last; raise RunsError if there is none."""
+    """Return the run that started last; raise UsageError if there is none."""
     runs = find_runs(folder)
     if not runs:
         hint = "`smpkit run JOB_FILE` makes one, in `runs` beside the job file"
-        raise RunsError(f"there are no runs in `{folder}`", hint=hint)
+        raise UsageError(f"there are no runs in `{folder}`", hint=hint)
     return runs[-1]
 
 
@@ -147,5 +143,5 @@ def open_run(text: str | None) -> Run:
     if run is None:
         near = closest(text, [*(run.label for run in runs), *(run.name for run in runs)])
         hint = f"did you mean `{near}`?" if near else "`smpkit runs` lists them"
-        raise RunsError(f"there is no run {quoted(text)} in `{where}`", hint=hint)
+        raise UsageError(f"there is no run {quoted(text)} in `{where}`", hint=hint)
     return run

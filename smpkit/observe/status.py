@@ -115,7 +115,8 @@ class RankStatus:
     microbatch: int = 0
     layer: str = ""
     held: KindBytes | None = None
-    """As of the last step that was measured."""
+    """The most at once, to 2 %, in the steps that were measured since the warm-up; if an exception ended the last step,
+    the most in that one."""
     planned: KindBytes | None = None
     levers: Levers | None = None
     num_trained: int = 0
@@ -127,13 +128,16 @@ class RankStatus:
     has_ended: bool = False
     """Whether the step has ended and no other has begun."""
 
-    @property
-    def remedy(self) -> str:
-        """Which setting would save most of what the rank held; empty if nothing is known of that."""
-        if self.held is None or self.levers is None:
+    def remedy(self, asked: int = 0) -> str:
+        """Return which setting would save most of what the rank held; empty if that is not known to help.
+
+        Args:
+            asked: the bytes that could not be had. Between steps there are none of the activations that were held.
+        """
+        if self.held is None or self.levers is None or self.has_ended:
             return ""
         kinds = {name: getattr(self.held, name) for name in ("weights", "gradients", "states", "activations")}
-        return memory_hint(self.levers, **kinds)
+        return memory_hint(self.levers, asked, **kinds)
 
 
 def read_status(folder: Path, rank: int) -> RankStatus | None:

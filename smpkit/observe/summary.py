@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import SUMMARY
@@ -138,6 +138,7 @@ class RunSummary:
     notes: tuple[str, ...] = ()
     """What is missing in this summary, and why."""
     format: Literal[1] = 1
+    __pydantic_config__: ClassVar[ConfigDict] = {"ser_json_inf_nan": "strings"}  # of a loss that diverged
 
 
 _ADAPTER: Final = TypeAdapter(RunSummary)

@@ -34,8 +34,8 @@ class Levers:
         return cls(replicas, {change.feature: change.setting for change in changes if not change.is_on})
 
 
-def memory_hint(levers: Levers, *, weights: int, gradients: int, states: int, activations: int) -> str:
-    """Return which setting saves most of these bytes, of activations those on the device; empty if none does."""
+def memory_hint(levers: Levers, asked: int, *, weights: int, gradients: int, states: int, activations: int) -> str:
+    """Return which setting saves most of these bytes, of activations on the device; empty if less than `asked`."""
     # A gradient is as large as its weight, and is not there yet in the first forward.
     updated, divided = weights + max(weights, gradients), 1 - 1 / levers.replicas
     saved = {
@@ -46,7 +46,7 @@ def memory_hint(levers: Levers, *, weights: int, gradients: int, states: int, ac
         "microbatches": activations // 2,
     }
     best = max((feature for feature in saved if feature in levers.settings), key=saved.__getitem__)
-    if saved[best] <= 0:
+    if saved[best] < max(asked, 1):
         return ""
     up_to = "up to " if best in ("checkpointing", "offloading") else ""
     return f"`{levers.settings[best]}` saves most: {up_to}{amount(saved[best])} of this rank's memory"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,14 @@ from smpkit.torch.core.runtime import ModuleManager, WrappedOptimizer, state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipant, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
 from smpkit.torch.memory.automatic import AutomaticActivations
-from smpkit.torch.model_checks import check_arguments, check_trains, refuse_comm_hook, refuse_join
+from smpkit.torch.model_checks import (
+    check_arguments,
+    check_trains,
+    refuse_comm_hook,
+    refuse_gradients_beyond_step,
+    refuse_join,
+    refuse_parameters_beyond_model,
+)
 from smpkit.torch.model_parts import ModelParts, alias_module
 from smpkit.torch.offloading import Offloading, offloads
 from smpkit.torch.optim.gradient_norm import clip_whole_models_with_torch
@@ -159,7 +166,7 @@ class DistributedModel(ModelParts):
         self._hooks = _Hooks(self)
         self.participants.add(self._hooks)
         self._counts = {"passes": 0, "backwards": 0}  # not attributes, which nn.Module sets slowly
-        """Calls with gradients while training, in steps or outside, and backwards: `check_backward` compares them."""
+        """Calls with gradients while training, in steps or outside, and backwards: `check_update` compares them."""
         self.offloading = Offloading(self.module) if offloads() else None
         if self.offloading is not None:
             self.participants.add(self.offloading)
@@ -260,6 +267,8 @@ class DistributedModel(ModelParts):
         self._count_pass()
         if self.pipeline is None and state.tp_size == 1:
             return args, kwargs  # no other rank takes part in this rank's step
+        if self.pipeline is not None and self.training and torch.is_grad_enabled():
+            refuse_gradients_beyond_step(name, (args, kwargs))
         args, kwargs = self.engine.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
         # After that, because only what the first ranks of pipelines pass counts: others may pass dummies.
         self._call_check.check(f"the step `{name}`", self._mode_text, (args, kwargs))
@@ -269,10 +278,12 @@ class DistributedModel(ModelParts):
         if self.training and torch.is_grad_enabled():
             self._counts["passes"] += 1
 
-    def check_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise UsageError if no backward has run before an update of `parameters` (called by the optimizer)."""
+    def check_update(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise UsageError if an update of `parameters` would not be training (called by the optimizer)."""
         if self._counts["passes"] and not self._counts["backwards"]:
             check_trains(self, parameters)
+        if self.pipeline is not None:
+            refuse_parameters_beyond_model(self.placement, parameters)
 
     def prepare(self, function: Callable[..., Any], first: MicrobatchCall) -> None:
         """Prepare for the first step (called by `@smp.step`); over a pipeline, partition the model."""

@@ -11,9 +11,11 @@ from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model_parts import ModelParts
 from smpkit.torch.offload_model.model import OffloadModel
+from smpkit.torch.placement.placement import Placement
 from smpkit.torch.precision.cast import half_dtype
 
 
@@ -96,6 +98,31 @@ def check_trains(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
             hint="call `model.backward(loss)` in the function decorated with @smp.step; passes that are not for"
             " training run under `torch.no_grad()` or `model.eval()`",
         )
+
+
+def refuse_gradients_beyond_step(step: str, arguments: object) -> None:
+    """Refuse a batch that needs gradients: ranks get copies of it, and what these are given would come back to nothing.
+
+    So an encoder outside the model would never be trained.
+    """
+    tensors = (each for each in tensors_in(arguments) if each.requires_grad and not isinstance(each, nn.Parameter))
+    for tensor in tensors:
+        raise UsageError(
+            f"a tensor of shape {list(tensor.shape)} that needs gradients was passed to the step `{step}`, and a"
+            " pipeline gives none back",
+            hint="put what makes it into the model, or pass it with `.detach()`",
+        )
+
+
+def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse to train, beside a pipeline, what is not in the model: ranks that do not use it would keep old values."""
+    for each in parameters:
+        if each.requires_grad and each not in placement:
+            raise UsageError(
+                f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model, and a pipeline"
+                " would train it on one of its ranks only",
+                hint="wrap one module that has both: the model and, say, the loss with weights of its own",
+            )
 
 
 def refuse_comm_hook(model: nn.Module, state: object, callable: Callable[..., object]) -> NoReturn:  # noqa: A002, ARG001

@@ -124,7 +124,13 @@ class offload_activations:  # noqa: N801 - used as a function
     ) -> None:
         self.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave everything out: a copy or a pickle of the model has hooks that do nothing."""
+        return {"_hooks": [], "_outer": [], "_has_checked": True}
+
     def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
+        if not self._hooks:  # of a copy
+            return
         if not self._outer and torch.is_grad_enabled():
             self._end_step()
             self._is_counting = True

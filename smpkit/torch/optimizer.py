@@ -143,8 +143,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: a closure with `fp16` or `bf16`, or no backward has run yet after passes for training.
         """
         if state.model is not None:
-            state.model.check_backward(self._model_parameters())
+            state.model.check_update(self._model_parameters())
             state.model.run_post_step_hooks()
+        if state.optimizer is not self:
+            state.has_several_optimizers = True
+            if self.masters is not None:
+                raise UsageError(
+                    "this is not the optimizer that was wrapped last: with `fp16` and `bf16` the loss scale of that one"
+                    " holds for all, and clipping and loaded weights reach no other",
+                    hint="wrap one optimizer with a parameter group for each part; what has no gradient is not updated",
+                )
         if self.masters is not None and closure is not None:
             raise UsageError(
                 "optimizer.step was given a closure, which does not go with master weights",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,15 +58,47 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
         (["zebra"], "error: no such command: `zebra`\nhint: `smpkit --help` shows the usage\n"),
         (["--verison"], "error: no such option: `--verison`\nhint: did you mean `--version`?\n"),
         (["run", "-n", "2", "train.py"], "error: no such option: `-n`\nhint: did you mean `--ranks`?\n"),
+        (
+            ["run", "-m", "a.train"],
+            (
+                "error: no such option: `-m`\nhint: name a script that holds "
+                "`import runpy; runpy.run_module('NAME', run_name='__main__')`\n"
+            ),
+        ),
         (["validate", "--jsn", "x"], "error: no such option: `--jsn`\nhint: did you mean `--json`?\n"),
         (["validate"], "error: missing argument `FILE`\nhint: `smpkit validate --help` shows the usage\n"),
         (["\x1b[31m"], "error: no such command: `\\x1b[31m`\nhint: `smpkit --help` shows the usage\n"),
     ],
-    ids=["command", "unknown command", "global option", "of mpirun", "option", "argument", "escape"],
+    ids=["command", "unknown command", "global option", "of mpirun", "of python", "option", "argument", "escape"],
 )
 def test_wrong_usage_is_one_sentence_and_a_hint(arguments: list[str], error: str, smpkit: Smpkit) -> None:
     result = smpkit(*arguments)
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("submit job.yaml --dry-run --follow --wait", "`--follow` and `--wait` cannot be given beside `--dry-run`"),
+        ("submit job.yaml --follow --wait", "`--wait` cannot be given beside `--follow`"),
+        ("resume job --dry-run --wait", "`--wait` cannot be given beside `--dry-run`"),
+        ("doctor --report job.yaml --write", "`FILE` and `--write` cannot be given beside `--report`"),
+        ("doctor --write", "`--write` cannot be given without a job file"),
+        ("report --json -o x.html --open", "`--output` and `--open` cannot be given beside `--json`"),
+        ("runs some -n 3", "`--last` cannot be given beside the name of a run"),
+        ("jobs --backend slurm --profile a --region b", "`--profile` and `--region` cannot be given for Slurm"),
+        ("logs --backend slurm", "`--backend` cannot be given without the name of a job"),
+        ("report --backend slurm", "`--backend` cannot be given without the name of a job"),
+    ],
+)
+def test_an_option_that_a_command_cannot_use_is_refused(
+    arguments: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit
+) -> None:
+    """It was taken without a word."""
+    monkeypatch.chdir(tmp_path)
+    result = smpkit(*arguments.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {error}")
 
 
 def test_version_is_that_of_the_package() -> None:

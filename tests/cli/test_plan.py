@@ -135,7 +135,7 @@ def test_degrees_are_enough(smpkit: Smpkit) -> None:
 def test_a_model_shows_its_parts_and_memory(zoo: Path, smpkit: Smpkit) -> None:
     arguments = ("--set", "distribution.smdistributed.modelparallel.parameters.tensor_parallel_degree=1")
     result = smpkit("plan", "job.yaml", *arguments, "--model", "zoo:Net", "--memory-gib", "0.001")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     lines = result.stdout.splitlines()
     parts = "parts     of Net, by parameter sizes (as with skip_tracing)"
     assert f"{parts}; the slowest stage does 1.00 × the average work" in lines
@@ -208,7 +208,7 @@ def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
         (["--sweep", "microbatches=1,2"], "`--sweep` changes settings of a file, and none is given"),
         (["job.yaml", "--sweep", "microbatches"], "`--sweep microbatches` has no values"),
         (["job.yaml", "--sweep", f"microbatches={','.join(map(str, range(1, 70)))}"], "the sweep has 69 plans"),
-        (["job.yaml", "--memory-gib", "1"], "`--memory-gib` says nothing without a model"),
+        (["job.yaml", "--memory-gib", "1"], "`--memory-gib` cannot be given without a model"),
         (["job.yaml", "--ranks", "0"], "`--ranks`"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
@@ -330,6 +330,17 @@ def test_two_files_are_compared(folder: Path, smpkit: Smpkit) -> None:
     assert (broken.exit_code, "speed: unknown field" in broken.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("more", [["-p"], ["--sweep"]], ids=["one", "sweep"])
+def test_ranks_and_hosts_go_before_those_of_the_file(more: list[str], folder: Path, smpkit: Smpkit) -> None:
+    job = "entry_point: train.py\ndistribution: {torch_distributed: {enabled: true, processes_per_host: 2}}\n"
+    (folder / "job.yaml").write_text(job)
+    done = smpkit("plan", "job.yaml", "--hosts", "3", "--ranks", "12", *more, "pipeline_parallel_degree=4", "--json")
+    assert done.exit_code == 0, done.stderr
+    plan = json.loads(done.stdout)
+    plan = plan[0]["plan"] if more == ["--sweep"] else plan
+    assert (plan["ranks"], plan["hosts"], plan["mesh"]["data"]) == (12, 3, 3)
+
+
 def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Smpkit) -> None:
     sweep = ["--sweep", "microbatches=2,8", "--sweep", "pipeline_parallel_degree=2,3,4"]
     done = smpkit("plan", "job.yaml", "--json", "--model", "zoo:traced", *sweep)
@@ -340,7 +351,7 @@ def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Sm
     ]
     refused = [row for row in rows if row["refusal"]]
     assert [row["values"]["pipeline_parallel_degree"] for row in refused] == ["3", "3"]
-    assert "must divide the number of ranks (16)" in refused[0]["refusal"]
+    assert "degree times tensor_parallel_degree must divide the number of ranks (16)" in refused[0]["refusal"]
     assert [row["best"] for row in rows].count(True) == 1
     best = next(row for row in rows if row["best"])
     assert best["seconds_per_sample"] == min(row["seconds_per_sample"] for row in rows if row["plan"])
@@ -365,9 +376,17 @@ def test_a_plan_says_what_features_save_and_the_one_change_that_makes_a_model_fi
     limit = f"{(states['peak_bytes'] + 1000) / 2**30}"
     done = smpkit(*arguments, "--memory-gib", limit)
     assert "features" in done.stdout
-    assert "makes it fit" in done.stderr
+    assert (done.exit_code, "makes it fit" in done.stderr) == (1, True)
     none = smpkit(*arguments, "--memory-gib", "0.00001")
     assert "no single change makes it fit" in none.stderr
+
+
+@pytest.mark.parametrize(("gib", "code"), [("0.001", 1), ("0.0017", 0)], ids=["none", "one"])
+@pytest.mark.usefixtures("zoo")
+def test_a_sweep_of_which_nothing_fits_is_exit_code_1(gib: str, code: int, smpkit: Smpkit) -> None:
+    sweep = ("-p", "tensor_parallel_degree=1", "--sweep", "pipeline_parallel_degree=1,4", "--memory-gib", gib)
+    done = smpkit("plan", "job.yaml", "--model", "zoo:Net", *sweep)
+    assert (done.exit_code, "  no" in done.stdout, "  yes" in done.stdout) == (code, True, code == 0)
 
 
 def test_a_sweep_of_a_job_without_the_library_switches_it_on(smpkit: Smpkit, tmp_path: Path) -> None:

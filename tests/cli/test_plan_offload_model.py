@@ -41,7 +41,9 @@ def test_json_has_every_part(smpkit: Smpkit) -> None:
 
 
 def test_what_does_not_fit_is_said(smpkit: Smpkit) -> None:
-    result = smpkit(*_ARGUMENTS, "--memory-gib", "1", "--host-memory-gib", "64")
+    asked = (*_ARGUMENTS, "--memory-gib", "1", "--host-memory-gib", "64")
+    result = smpkit(*asked)
+    assert (result.exit_code, smpkit(*asked, "--json").exit_code) == (1, 1)
     assert "does not fit the device's 1 GiB" in result.stderr
     assert "does not fit the host's 64 GiB" in result.stderr
     assert "use more `--slices`, or more `--microbatches`" in result.stderr

@@ -57,7 +57,7 @@ def test_a_back_end_needs_the_name_of_a_job(smpkit: Smpkit) -> None:
     """The last run of this machine was reported instead."""
     result = smpkit("report", "--backend", "slurm")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: a job of a back end is found by its name alone\nhint: `smpkit jobs")
+    assert result.stderr.startswith("error: `--backend` cannot be given without the name of a job\nhint: `smpkit jobs")
 
 
 def test_a_run_notes_its_settings_with_their_origins_and_without_secrets(tmp_path: Path) -> None:

@@ -75,7 +75,10 @@ def test_a_script_runs_without_a_job_file_and_can_leave_one(tmp_path: Path) -> N
         (["job.yaml", "--save-job"], "`--save-job` is for a script"),
         (["train.py", "--save-job", "--", "--more"], "`--save-job` does not take arguments after `--`"),
         (["trian.py"], "no such file: `trian.py`\n    hint: did you mean `train.py`?"),
-        (["train.py", "--ranks", "2", "-p", "pipeline_parallel_degree=3"], "3 × 1 = 3 must divide the number of ranks"),
+        (
+            ["train.py", "--ranks", "2", "-p", "pipeline_parallel_degree=3"],
+            "must divide the number of ranks (2), got 3",
+        ),
         (["job.yaml", "--ranks", "3", "-p", "pipeline_parallel_degree=2"], "must divide the number of ranks (3)"),
         (["job.yaml", "--set", "inputs.train=s3://bucket-name/data"], "is not on this machine"),
         (["job.yaml", "--set", "distribution.mpi.custom_mpi_options=-np 4"], "`-np 4` is set by smpkit"),
@@ -131,7 +134,7 @@ def test_a_failed_run_has_the_first_failing_ranks_story_and_a_summary_of_what_it
     assert block(summary) == [
         "run     8 steps of 250.0 ms",
         "memory  at most 2.0 MiB in tensors (rank 1)",
-        "note    memory is that of the last step, step 8",
+        "note    memory is the most up to step 8, or in a step that failed",
     ]
 
 
@@ -215,7 +218,10 @@ def test_options_of_the_image_are_refused_without_it(
     monkeypatch.chdir(tmp_path)
     result = smpkit("run", "train.py", "--hosts", "2", "--base-image", "x", "--torch", "y")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "`--hosts` and `--base-image` and `--torch` without `--docker`\nhint: add `--docker`" in result.stderr
+    assert (
+        "`--hosts` and `--base-image` and `--torch` cannot be given without `--docker`\nhint: add `--docker`"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
@@ -267,3 +273,13 @@ def test_results_are_told_with_their_place(tmp_path: Path) -> None:
 def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
     write(tmp_path, "import sys; sys.exit(2)")
     assert run(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(("code", "end"), [(0, "Finished after "), (3, "(rank ")], ids=["finished", "failed"])
+def test_a_summary_that_cannot_be_written_changes_no_end(tmp_path: Path, code: int, end: str) -> None:
+    source = "import os, sys; os.makedirs(os.environ['SMPKIT_RUN_DIR'] + '/summary.json', exist_ok=True); sys.exit(%d)"
+    write(tmp_path, source % code)
+    ended, _, err = run(tmp_path)
+    assert (ended, end in err) == (min(code, 1), True), err
+    assert "warning: the summary cannot be written to `" in err
+    assert re.search(r"^run: runs/train-\d{8}-\d{6}$", err, re.MULTILINE)

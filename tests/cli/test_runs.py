@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from smpkit.cli._run import _leave_trace, held
-from smpkit.cli.main import cli
 from smpkit.observe.profiles import profile_name
 from smpkit.observe.runs import EVENTS, Run, make_run
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary, Split, write_summary
 from tests.cli.conftest import Smpkit
+from tests.docs.blocks import ROOT
 
 NOW = datetime(2026, 11, 25, 19, 15, 2).astimezone()
 SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.01)
@@ -29,7 +32,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     for run, rate in ((made[0], 10.0), (made[1], 12.5)):
         rank = RankSummary(0, "a", SPLIT, KindBytes(weights=2**20), device_peak=3 * 2**20)
         write_summary(run.path, RunSummary("gpt", 0.0, 60.0, 600, "finished", rate, rate * 16, ranks=(rank,)))
-    lines = [{"step": step, "time": 0.0, "values": {"loss": 3.0 - step}} for step in (1, 2)]
+    lines = [{"step": step, "time": 0.0, "values": {"loss": 3.0 - step, "norm": "NaN"}} for step in (1, 2)]
     (made[0].path / "values.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"step": 3, "ti')
     logs = made[2].path / "logs"
     logs.mkdir()
@@ -49,7 +52,7 @@ def test_runs_are_listed_with_how_they_ended_and_what_they_reached(runs: list[Ru
     assert len(smpkit("runs", "-n", "1").stdout.splitlines()) == 2
     plain = json.loads(smpkit("runs", "--json").stdout)
     assert [each["summary"] and each["summary"]["steps"] for each in plain] == [600, 600, None]
-    assert plain[0]["values"] == {"loss": 1.0}
+    assert plain[0]["values"] == {"loss": 1.0, "norm": "NaN"}  # JSON has no such number
 
 
 def test_the_comparison_of_two_is_a_report(runs: list[Run], smpkit: Smpkit) -> None:
@@ -72,7 +75,7 @@ def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
     said = smpkit("runs", runs[0].label).stdout.splitlines()
     assert said[0] == "gpt-20261125-191502: finished"
     assert said[1] == "run     600 steps of 100.0 ms: 160 samples/s"
-    assert said[-1] == "values  loss 1"
+    assert said[-1] == "values  loss 1, norm nan"
 
 
 def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:
@@ -81,7 +84,7 @@ def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytes
     assert (done.exit_code, done.stdout) == (0, "")
     assert "`smpkit run JOB_FILE` makes one" in done.stderr
     assert json.loads(smpkit("runs", "--json").stdout) == []
-    assert smpkit("runs", "gpt").exit_code == 1
+    assert [smpkit(command, "gpt").exit_code for command in ("runs", "report", "timeline")] == [2, 2, 2]
 
 
 def test_the_log_of_the_last_run_is_printed_by_rank_pattern_and_end(runs: list[Run], smpkit: Smpkit) -> None:
@@ -129,11 +132,13 @@ def test_what_a_log_here_does_not_have_is_refused(runs: list[Run], smpkit: Smpki
 
 
 def completed(line: str) -> list[str]:
-    """Return what bash is offered after `line`."""
-    words = line.split(" ")
-    environ = {"_SMPKIT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    said = CliRunner().invoke(cli, [], prog_name="smpkit", env=environ, standalone_mode=False).output
-    return [each.partition(",")[2] for each in said.splitlines()]
+    """Return what bash offers after `line`, switched on as the page says."""
+    [switch] = re.findall(r"`(eval .+?)`", (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8"))
+    asked = f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}; _smpkit_completion smpkit"
+    script = f'{switch}; {asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environ, check=True)
+    return said.stdout.split()
 
 
 @pytest.mark.usefixtures("runs")

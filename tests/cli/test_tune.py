@@ -133,6 +133,12 @@ def test_the_job_is_changed_and_its_comments_stay(zoo: Path, smpkit: Smpkit) -> 
     assert sorted(path.name for path in zoo.iterdir() if "tune" in path.name) == []
 
 
+def test_the_degrees_of_the_job_need_not_divide_the_ranks_that_are_asked_for(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "job.yaml").write_text(JOB.replace("{enabled: true}", "{enabled: true, processes_per_host: 3}"))
+    made = found(smpkit, "--hosts", "1", "--ranks", "3", "--batch", "12", "-p", "pipeline_parallel_degree=4")
+    assert (made["ranks"], made["present"]) == (3, None)
+
+
 def test_what_was_predicted_with_a_parameter_is_written_with_it(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "-p", "bf16=true", "--write")
     assert done.exit_code == 0, done.stderr

@@ -17,7 +17,7 @@ from smpkit.drop_in import DROP_IN_PATH, STARTUP_PATH, asks_for_it, installed_on
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders
 from smpkit_container.launch import launch
-from tests.compat.commands import run_on_ranks
+from tests.compat.commands import run_compat, run_on_ranks
 
 
 def test_every_import_path_of_the_original_is_there() -> None:
@@ -159,3 +159,11 @@ def test_what_cannot_be_meant_is_said_before_anything_runs(
     assert done.exit_code == code
     assert message in done.output
     assert executed == []
+
+
+@pytest.mark.parametrize(("job", "local_ranks"), [({}, "1 2"), ({"PMIX_NAMESPACE": "prterun-1"}, "None None")])
+def test_a_rank_of_torchrun_has_mpiruns_variables(job: dict[str, str], local_ranks: str) -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE")]
+    asking = f"import os; print('local', *map(os.environ.get, {names}))"
+    assert f"local {local_ranks}" in run_compat(sys.executable, "-c", asking, env={**torchrun, **job})

@@ -99,6 +99,7 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"backend": {"name": "pbs"}}, "backend.name: is no back end: `pbs` hint: those are `sagemaker`, `slurm`"),
         ({"experiment": {"display_name": "a b"}}, "experiment.display_name: must have at most 120 letters, digits"),
         ({"output": "s3:team"}, "output: must be a folder or an S3 URI, which begins with `s3://`, got `s3:team`"),
+        ({"checkpoints": "~/ck"}, "checkpoints: must be a folder or an S3 URI, and only a shell replaces `~`, got"),
         ({"distribution": {"processes_per_host": 2}}, "distribution.processes_per_host: belongs to the launcher"),
         (
             {"distribution": {"mpi": {"enabled": True, "parameters": {}}}},
@@ -106,6 +107,10 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ),
         ({"framework_version": "2"}, "framework_version: is decided by the image hint: name an image in `image`"),
         ({"checkpoints": {"uri": "x", "url": "y"}}, "checkpoints.url: is called `uri` here"),
+        ({"checkpoints": {"url": "y"}}, "checkpoints.url: is called `uri` here"),
+        ({"mpi": {}}, "mpi: belongs to `distribution` hint: write `distribution: {mpi: ...}`"),
+        ({"modelparallel": {}}, "`distribution` hint: write `distribution: {smdistributed: {modelparallel: ...}}`"),
+        ({"parameters": {}}, "{smdistributed: {modelparallel: {enabled: true, parameters: ...}}}`"),
         ({"compute": {"max_wait_seconds": 90_000}}, "compute.max_wait_seconds: requires spot"),
         ({"compute": {"spot": True, "max_wait_seconds": 9}}, "compute.max_wait_seconds: must be at least max_run_seco"),
         ({"compute": {"keep_alive_seconds": 30_000}}, "compute.keep_alive_seconds: must be at most 21600, got 30000"),
@@ -135,7 +140,7 @@ def test_degrees_must_fit_the_ranks_where_their_number_is_known() -> None:
     (problem,) = problems({"entry_point": "a.py", "distribution": odd})
     assert problem.startswith(
         "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree: "
-        "pipeline_parallel_degree × tensor_parallel_degree = 2 × 2 = 4 must divide the number of ranks (6)"
+        "times tensor_parallel_degree must divide the number of ranks (6), got 2 × 2 = 4"
     )
     job(distribution={**block(), "mpi": {"enabled": True}})
 
@@ -148,6 +153,14 @@ def test_degrees_are_checked_although_something_else_is_wrong() -> None:
         "compute.volume_gb",
         "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree",
     ]
+
+
+def test_degrees_are_checked_although_a_rule_between_parameters_is_broken() -> None:
+    parameters = {"tensor_parallel_degree": 16}
+    distribution = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}}, "mpi": MPI}
+    requires, divides = problems({"distribution": distribution, "entry_point": "a.py"})
+    assert "requires ddp" in requires
+    assert "must divide the number of ranks (8), got 16" in divides
 
 
 def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:

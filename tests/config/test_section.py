@@ -119,6 +119,7 @@ class Values(Section):
             "must be true or false, got `on` (text)",
             "write `true`: in YAML 1.2 `on` is text",
         ),
+        ({"flag": "n"}, ("flag",), "must be true or false, got `n` (text)", "write `false`: in YAML 1.2 `n` is text"),
         ({"number": "1e-3"}, ("number",), "must be a number, got `1e-3` (text)", "write it without quotes"),
         ({"flag": 1}, ("flag",), "must be true or false, got 1", None),
         ({"text": "a"}, ("text",), "must have at least 2 characters", None),

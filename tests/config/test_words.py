@@ -35,4 +35,6 @@ def test_terminals_do_not_obey_what_is_shown() -> None:
 def test_the_closest_name_is_found_whatever_its_case() -> None:
     assert closest("Microbatchs", ["microbatches", "pipeline"]) == "microbatches"
     assert suggestion("ptd", ["PTD", "TPD"]) == "did you mean `PTD`?"
+    assert closest("rnu", ["run", "runs", "tune"]) == "run"
+    assert closest("sharding", ["herring", "skip_tracing"]) is None
     assert suggestion("zebra", ["microbatches"]) is None

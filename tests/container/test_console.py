@@ -79,6 +79,14 @@ def test_a_progress_line_that_is_cut_to_the_width_has_no_colours() -> None:
     assert screen.text(screen.err) == f"\r\x1b[K[rank 0] {BARE}"
 
 
+def test_a_progress_line_is_cut_where_wide_characters_reach_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tqdm's `disp_trim` counts them; a line that wraps would stay on the terminal."""
+    monkeypatch.setenv("COLUMNS", "16")
+    screen = Screen(terminal=True)
+    screen.console.show(0, "err", Piece("a学习率", passing=True))
+    assert screen.err.getvalue().decode() == "\r\x1b[K[rank 0] a学习"
+
+
 def test_a_reader_that_went_away_is_noticed_and_not_written_to_again() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -87,6 +95,18 @@ def test_a_reader_that_went_away_is_noticed_and_not_written_to_again() -> None:
         console.show(0, "out", Piece("a"))
         assert console.broken
         console.show(0, "out", Piece("b"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_output_with_a_word() -> None:
+    """As `smpkit run job.yaml > log` finds it: the ranks are asked to end then, as where nobody reads."""
+    with Path("/dev/full").open("wb") as full:
+        err = io.BytesIO()
+        console = Console(full, err, terminal=False, colour=False)
+        console.show(0, "out", Piece("a"))
+        console.show(0, "out", Piece("b"))
+    assert console.broken
+    assert err.getvalue().decode() == "error: the output cannot be written: [Errno 28] No space left on device\n"
 
 
 def test_a_write_that_a_signal_interrupts_is_continued() -> None:

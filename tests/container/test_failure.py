@@ -8,6 +8,7 @@ import pytest
 
 from smpkit.observe.status import RankStatus
 from smpkit.observe.summary import KindBytes
+from smpkit.plan.remedy import Levers
 from smpkit_container.failure import explain, mpirun_failure, rank_failure, stop_failure
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RankError, RootCause
@@ -79,6 +80,34 @@ def test_memory_that_runs_out_between_steps_runs_out_in_none() -> None:
     doing = RankStatus(9, held=KindBytes(weights=2**20), has_ended=True)
     screen = rank_failure(RootCause(RankEnd(5, -9, 1.0, doing=doing)), outcome(), TOPOLOGY, CODE).screen
     assert "\ntensors held 1.0 MiB: weights 1.0 MiB\nwas in no step: step 9 had ended" in screen
+
+
+@pytest.mark.parametrize(
+    ("text", "has_ended", "helps"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has", False, True),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has", True, False),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has", False, False),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503 bytes.", False, True),
+        (
+            "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes.",
+            False,
+            False,
+        ),
+        ("MemoryError", False, True),
+    ],
+    ids=["little", "between steps", "much", "little of the host", "much of the host", "unknown"],
+)
+def test_a_setting_is_named_only_if_it_saves_what_was_asked_for(text: str, has_ended: bool, helps: bool) -> None:
+    """Of 4 PB between steps, `smp.set_activation_checkpointing(layers)` was said to save most: up to 131.0 KiB."""
+    levers = Levers(1, {"checkpointing": "smp.set_activation_checkpointing(layers)"})
+    doing = RankStatus(3, held=KindBytes(activations=2**30), levers=levers, has_ended=has_ended)
+    name = text.partition(":")[0]
+    screen = rank_failure(
+        RootCause(RankEnd(0, 1, 1.0, RankError(name, text, text, exit_code=1), doing=doing)), outcome(), TOPOLOGY, CODE
+    ).screen
+    assert ("hint: `smp.set_activation_checkpointing(layers)` saves most: up to 1.0 GiB" in screen) == helps
+    assert ("hint: use more microbatches" in screen) != helps
 
 
 def test_failure_file_has_the_exception_first_and_the_users_frames_before_libraries() -> None:
@@ -183,13 +212,14 @@ def test_ranks_that_never_started_are_named(late: bool, reason: str) -> None:
 @pytest.mark.parametrize(
     ("finished", "text", "code"),
     [
-        (outcome(RankEnd(0, -15, 1.0), stop_signal=signal.SIGTERM), "the script does not handle SIGTERM", 143),
+        (outcome(RankEnd(0, -15, 1.0), stop_signal=signal.SIGTERM), "the script did not handle SIGTERM", 143),
         (outcome(RankEnd(0, -9, 1.0), stop_signal=signal.SIGTERM, overdue=True), "within 110 s and had to be", 137),
         (outcome(RankEnd(0, 4, 1.0), stop_signal=signal.SIGTERM), "rank 0 did not end with exit code 0", 4),
         (outcome(missing=(0,), stop_signal=signal.SIGTERM), "the ranks had not all started", 143),
         (outcome(RankEnd(0, 4, 1.0), stop_signal=signal.SIGINT), "stopped by SIGINT", 130),
+        (outcome(RankEnd(0, -9, 1.0), stop_signal=signal.SIGINT), "SIGKILL ended rank 0 before the script did", 130),
     ],
-    ids=["no handler", "overdue", "exit code", "starting", "ctrl-c"],
+    ids=["no handler", "overdue", "exit code", "starting", "ctrl-c", "ctrl-c twice"],
 )
 def test_stops_that_were_not_clean(finished: Outcome, text: str, code: int) -> None:
     failure = stop_failure(finished, TOPOLOGY, 110, Path("nowhere"))

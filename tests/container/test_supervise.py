@@ -125,20 +125,58 @@ time.sleep(600)
     assert 'train.py", line 7 in <module>' in outcome.ends[0].stack
 
 
+def test_an_error_that_another_follows_while_it_is_reported_is_told(tmp_path: Path) -> None:
+    """DataLoader's signal handler raises when a killed worker's end becomes known: maybe while a rank reports already.
+
+    https://github.com/pytorch/pytorch/issues/28950 has the error that comes first.
+    """
+    script = """
+import signal
+
+def fail(*_):
+    raise RuntimeError("DataLoader worker (pid 7) is killed")
+
+class Meanwhile(ConnectionResetError):
+    hint = property(lambda self: signal.raise_signal(signal.SIGUSR2))
+
+signal.signal(signal.SIGUSR2, fail)
+raise Meanwhile("reset by peer")
+"""
+    outcome, _ = run(tmp_path, script)
+    error = outcome.ends[0].error
+    assert error is not None
+    assert error.message == "RuntimeError: DataLoader worker (pid 7) is killed"
+    assert "reset by peer" in error.traceback
+
+
+def test_the_error_of_a_forked_child_is_not_in_the_way_of_the_ranks_own(tmp_path: Path) -> None:
+    script = """
+import os
+if os.fork() == 0:
+    raise ValueError("child")
+os.wait()
+raise ValueError("rank")
+"""
+    outcome, _ = run(tmp_path, script)
+    assert outcome.ends[0].headline == "ValueError: rank"
+
+
 SCRIPTS = {
     "train.py": "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('ready', flush=True); input()",
     "train.sh": "sleep 600 & echo ready; read line",
+    "again.py": "import os, sys; os.execv(sys.executable, [sys.executable, 'train.py'])",
 }
 
 
 @pytest.mark.parametrize(
     ("script", "has_signal"),
-    [("train.py", True), ("train.sh", True), ("train.py", False)],
-    ids=["signal", "shell", "thread"],
+    [("train.py", True), ("train.sh", True), ("again.py", True), ("train.py", False)],
+    ids=["signal", "shell", "exec", "thread"],
 )
 def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, script: str, has_signal: bool) -> None:
     """By a signal that the kernel sends when the other end of the life line is closed, or, as on macOS, by a thread."""
-    (tmp_path / script).write_text(SCRIPTS[script])
+    for name, content in SCRIPTS.items():
+        (tmp_path / name).write_text(content)
     number = "" if has_signal else "rank._SIGNAL_OF_DESCRIPTOR = -1; "
     start = f"import os, sys; from smpkit_container import rank; {number}rank.main(['{script}'], os.environ)"
     theirs, ours = os.pipe()
@@ -149,6 +187,8 @@ def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, script
         [sys.executable, "-c", start], cwd=tmp_path, env=environ, pass_fds=held, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
+        for descriptor in held:
+            os.close(descriptor)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         os.close(ours)
@@ -157,8 +197,8 @@ def test_a_rank_and_what_it_started_die_with_the_launcher(tmp_path: Path, script
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         assert has_ended, "`sleep` is left, and holds the pipe open"
-    for descriptor in (*held, report[0], stack[0]):
-        os.close(descriptor)
+    os.close(report[0])
+    os.close(stack[0])
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:

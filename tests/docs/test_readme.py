@@ -83,6 +83,7 @@ def test_the_figures_are_those_that_were_measured() -> None:
         shown = f"{1 - ours / other:.0%}".replace("%", " %") if "%" in figure["quoted"] else f"{ours / other:.2f} ×"
         assert figure["quoted"] == shown
         assert shown in text
+    assert re.findall(r"[\d.]+ [×%]", text) == [figure["quoted"] for figure in figures]
     assert len(re.findall(r"^- ", text, re.MULTILINE)) == 3
 
 

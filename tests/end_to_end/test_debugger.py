@@ -110,7 +110,7 @@ def test_one_rank_is_debugged_while_the_others_wait(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (["--pdb", "2"], "`--pdb 2`: the job has the ranks 0 to 1"),
-        (["--pdb", "0", "--docker"], "`--pdb` does not go with --docker"),
+        (["--pdb", "0", "--docker"], "`--pdb` cannot be given beside `--docker`"),
     ],
 )
 def test_what_cannot_be_debugged_is_refused(tmp_path: Path, options: list[str], said: str) -> None:

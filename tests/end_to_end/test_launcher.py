@@ -362,7 +362,7 @@ def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
 def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> None:
     done = make_mpi_job(RANK + READY + "time.sleep(600)\n").stopped_by(signal.SIGTERM)
     assert done.code == 143
-    assert done.failure.startswith("stopped by SIGTERM: ended ranks 0, 1; the script does not handle SIGTERM")
+    assert done.failure.startswith("stopped by SIGTERM: ended ranks 0, 1; the script did not handle SIGTERM")
 
 
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_any_job: MakeJob) -> None:

@@ -177,7 +177,9 @@ def test_a_rank_without_memory_says_what_it_held_and_where_and_what_saves_most(t
     assert re.search(held, done.stderr), done.stderr
     assert "run     " not in done.stderr, "the block is of runs that went well"
     assert re.search(r"(?m)^was in step 1, forward of microbatch 3, `1\S*`$", done.stderr), done.stderr
-    assert "hint: `smp.set_activation_checkpointing(layers)` saves most: up to " in done.stderr
+    # Of the 512 MiB that it asks for at the limit, no setting saves as much as it holds.
+    hint = "`smp.set_activation_checkpointing(layers)` saves most: up to "
+    assert f"hint: {'use more microbatches' if how == 'limit' else hint}" in done.stderr
     summary = read_summary(run)
     assert summary.exit_reason.startswith("failed: ")
     listed = smpkit(tmp_path, "runs").stdout

@@ -136,6 +136,16 @@ def test_the_script_sees_the_platform(tmp_path: Path) -> None:
     assert run(tmp_path, source, hyperparameters={"lr": 0.1}, **settings).exit_code == 0
 
 
+def test_in_the_shell_of_a_managed_jobs_pod_a_run_is_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"HOSTS": "pod-0 pod-1", "FIRST_HOST": "127.0.0.1", "START_SECONDS": "1"}.items():
+        monkeypatch.setenv(f"SMPKIT_{name}", value)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    source = "import os\nassert (os.environ['SM_HOSTS'], os.environ['WORLD_SIZE']) == ('[\"algo-1\"]', '1')\n"
+    assert run(tmp_path, source).exit_code == 0
+
+
 def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "lib").mkdir()

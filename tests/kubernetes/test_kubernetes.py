@@ -114,6 +114,9 @@ def test_without_a_cluster_a_dry_run_says_what_it_could_not_know(user: User, mon
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     done = user.run("submit", "job.yaml", "--dry-run")
     assert "the namespace may be another" in done.stderr
+    known = user.run("submit", "job.yaml", "--dry-run", "--region", "mine")
+    assert "the namespace may be another" not in known.stderr
+    assert "namespace: mine\n" in known.stdout
     refused = user.run("submit", "job.yaml", code=4)
     assert "cannot use Kubernetes: " in refused.stderr
     assert "KUBECONFIG names the file" in refused.stderr

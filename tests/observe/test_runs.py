@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.observe.runs import Run, RunsError, find_runs, last_run, make_run, open_run
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.observe.runs import Run, find_runs, last_run, make_run, open_run
 
 NOW = datetime(2026, 11, 25, 19, 15, 2).astimezone()
 
@@ -62,12 +63,12 @@ def test_open_run_takes_nothing_a_name_a_job_or_a_path(runs: list[Run], tmp_path
 
 @pytest.mark.usefixtures("runs")
 def test_an_unknown_run_is_answered_with_the_nearest() -> None:
-    with pytest.raises(RunsError, match="there is no run `gpt2`") as caught:
+    with pytest.raises(UsageError, match="there is no run `gpt2`") as caught:
         open_run("gpt2")
     assert caught.value.hint == "did you mean `gpt`?"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(RunsError, match="cannot be made in"):
+    with pytest.raises(SmpkitError, match="cannot be made in"):
         make_run(tmp_path, "a", NOW)

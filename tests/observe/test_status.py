@@ -63,9 +63,9 @@ def test_the_hint_names_the_setting_that_saves_most_of_what_a_rank_held(
     config, _ = ModelParallelConfig.from_sources({"ddp": True, **parameters}, None)
     levers = Levers.of(config, replicas, is_checkpointed=is_checkpointed)
     held = KindBytes(weights=2**29, gradients=0, states=2 * 2**30, activations=2 * 2**30)
-    assert RankStatus(1, held=held, levers=levers).remedy == f"{hint} of this rank's memory"
-    assert RankStatus(1, held=KindBytes(), levers=levers).remedy == ""
-    assert RankStatus(1, held=held).remedy == ""
+    assert RankStatus(1, held=held, levers=levers).remedy(2**30) == f"{hint} of this rank's memory"
+    assert RankStatus(1, held=KindBytes(), levers=levers).remedy() == ""
+    assert RankStatus(1, held=held).remedy() == ""
 
 
 def test_a_page_outlives_a_rank_that_was_killed(tmp_path: Path) -> None:

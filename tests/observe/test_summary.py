@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,9 +39,12 @@ SUMMARY = RunSummary(
 )
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    write_summary(tmp_path, SUMMARY)
-    assert read_summary(tmp_path) == SUMMARY
+@pytest.mark.parametrize("last", [0.5, math.inf])
+def test_what_was_written_is_read(last: float, tmp_path: Path) -> None:
+    """Losses diverge."""
+    summary = replace(SUMMARY, values={"loss": (-math.inf, last)})
+    write_summary(tmp_path, summary)
+    assert read_summary(tmp_path) == summary
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 

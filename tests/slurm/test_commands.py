@@ -15,8 +15,10 @@ from click.testing import CliRunner
 
 from smpkit.cli.main import cli
 from smpkit.config.backend import Slurm
+from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, UnreachableError
 from smpkit_estimator.backend import Query
+from smpkit_estimator.scheduled import not_for_schedulers
 from smpkit_estimator.slurm.backend import SlurmCluster
 from smpkit_estimator.slurm.state import Record, accounted, records
 
@@ -214,3 +216,9 @@ def test_a_job_that_was_stopped_neither_completed_nor_failed(
     slurm(folder, "squeue", "")
     slurm(folder, "sacct", "exit 1")
     assert SlurmCluster().describe("job").status == "Stopped"
+
+
+def test_a_name_with_other_characters_is_told_apart_from_one_that_is_too_long() -> None:
+    job = JobConfig(entry_point="train.py")
+    hints = [each.hint for name in ("My Job!", "x" * 64) for each in not_for_schedulers(job, name)]
+    assert hints == ["for example `My-Job`", "shorten it"]

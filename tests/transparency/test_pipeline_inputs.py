@@ -17,7 +17,7 @@ import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
 from tests.models import WIDTH, Case, block, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.torch.steps import error_of
+from tests.torch.steps import error_of, on_ranks
 from tests.train import Way, batch, build, same, training
 
 # --- what the other ranks pass ----------------------------------------------------------------------------------------
@@ -154,3 +154,14 @@ def test_data_sharded_by_rank_is_warned_of_once() -> None:
 @pytest.mark.parametrize(("v1", "alike"), [(False, True), (True, False)], ids=["equal data", "a script of SMP v1"])
 def test_other_scripts_are_not_warned(v1: bool, alike: bool) -> None:
     assert run_ranks(sharded_by_rank, 2, v1, alike) == [[], []]
+
+
+@on_ranks(2)
+def test_a_batch_that_needs_gradients_is_refused_where_it_would_get_none() -> None:
+    # An encoder outside the model was never trained, and nothing was said.
+    step, model, (x, y) = smp.step(any_step), wrapped(), batch(CASE, 0, 8)
+    encoder = nn.Linear(WIDTH, WIDTH, dtype=x.dtype)
+    with torch.no_grad():
+        step(model, encoder(x).requires_grad_(True), y)
+    message = error_of(lambda: step(model, {"x": encoder(x), "more": [y]}))
+    assert f"a tensor of shape [8, {WIDTH}] that needs gradients was passed to the step `any_step`" in message

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.models import HUGGING_FACE, LENGTH, MODELS, TOKENS
+import smpkit.torch as smp
+from tests.models import HUGGING_FACE, LENGTH, MODELS, TOKENS, Case, token_step, tokens, with_residuals
 from tests.pairwise import slow
 from tests.train import Way, same
 
@@ -84,3 +85,40 @@ def padded_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
 @pytest.mark.parametrize("model", ["GPT-2", "BERT", "T5"])
 def test_padding_masks_reach_every_layer(model: str) -> None:
     same(replace(HUGGING_FACE[model], step=padded_step), Way(pipeline=2, microbatches=2))
+
+
+# --- a module of two parents ------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Layers around an embedding that is not theirs alone."""
+
+    def __init__(self, embed_tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, ids: Tensor, memory: Tensor | float = 0.0) -> Tensor:
+        return with_residuals(self.layers, self.embed_tokens(ids) + memory)
+
+
+class TwoStacks(nn.Module):
+    """As T5 and BART are in transformers 4: encoder and decoder call one embedding, which all three have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(TOKENS, 8)
+        self.encoder, self.decoder = Stack(self.shared), Stack(self.shared)
+        self.head = nn.Linear(8, TOKENS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.decoder(ids.flip(1), self.encoder(ids)))
+
+
+def checkpoint_decoder(model: TwoStacks) -> None:
+    smp.set_activation_checkpointing(model.decoder)
+
+
+@pytest.mark.parametrize("prepare", [None, checkpoint_decoder])
+def test_a_stack_calls_an_embedding_of_another_rank(prepare: Any) -> None:
+    same(Case(TwoStacks, tokens, token_step), Way(pipeline=2, prepare=prepare))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
 from tests.ranks import run_ranks
@@ -117,6 +117,23 @@ def test_parameters_may_be_changed_after_an_evaluation() -> None:
             double(plain.parameters())
             model.train()
             script.run(0)
+
+
+@on_ranks(2)
+def test_hooks_that_would_never_run_are_refused() -> None:
+    # Masks of gradients, say: torch took them, and trained without.
+    early, late, calls = build(CASE), build(CASE), list[Tensor]()
+    with world(way_of()):
+        next(early.parameters()).register_hook(lambda gradient: 2 * gradient)
+        with pytest.raises(UnsupportedError, match="a hook was registered on `"):
+            smp.DistributedModel(early)
+        model = smp.DistributedModel(late)
+        weight = next(model.parameters())
+        with pytest.raises(UnsupportedError, match="which sharded data parallelism gathers anew for each pass"):
+            weight.register_hook(lambda gradient: 2 * gradient)
+        weight.register_post_accumulate_grad_hook(calls.append)
+        smp.step(CASE.step)(model, *batch(CASE, 0, 8))
+        assert len(calls) == 2, "once for each microbatch"
 
 
 # --- half precision ---------------------------------------------------------------------------------------------------

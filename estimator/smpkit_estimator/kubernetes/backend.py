@@ -85,13 +85,14 @@ class KubernetesCluster:
     ) -> Plan:
         chosen = name or unique_name(_proper_name(job.name), self.clock.now(), LONGEST_NAME)
         notes: list[str] = []
-        api: Api | None = None
+        api, namespace = None, self._access.region or job.backend.kubernetes.namespace
         try:
             api = self._api_for(job)
+            namespace = api.namespace
         except CloudError as error:
             if not dry:
                 raise
-            notes.append(f"{error.message}: the namespace may be another")
+            notes.append(error.message if namespace else f"{error.message}: the namespace may be another")
         problems = list(_not_for_kubernetes(job, chosen))
         sources = None
         if job.backend.kubernetes.code is None:
@@ -106,7 +107,7 @@ class KubernetesCluster:
             file = io.BytesIO()
             notes += packing_notes(sources, pack(sources, file))
             archive = file.getvalue()
-        return _plan(job, chosen, api, archive, hidden, notes)
+        return _plan(job, chosen, api, namespace or "default", archive, hidden, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         api: Api
@@ -157,7 +158,7 @@ class KubernetesCluster:
         data = (self._api.read("Secret", name) or {}).get("data", {})
         hidden = {key: base64.b64decode(data[f"variable.{key}"]).decode() for key in job.secrets}
         archive = base64.b64decode(files[SOURCES]) if SOURCES in files else None
-        return _plan(job, chosen, self._api, archive, hidden, [])
+        return _plan(job, chosen, self._api, self._api.namespace, archive, hidden, [])
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
         reached = tried(
@@ -192,10 +193,15 @@ class KubernetesCluster:
 
 
 def _plan(
-    job: JobConfig, name: str, api: Api | None, archive: bytes | None, hidden: Mapping[str, str], notes: Sequence[str]
+    job: JobConfig,
+    name: str,
+    api: Api | None,
+    namespace: str,
+    archive: bytes | None,
+    hidden: Mapping[str, str],
+    notes: Sequence[str],
 ) -> Plan:
     options, count = job.backend.kubernetes, job.compute.instance_count
-    namespace = api.namespace if api is not None else options.namespace or "default"
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
     shown = [shown_manifest(manifest) for manifest in objects]

@@ -74,7 +74,7 @@ class SlurmCluster:
         try:
             return f"Slurm in cluster `{controller_settings()['ClusterName']}`"
         except CloudError:
-            return "Slurm in no cluster that answers"
+            return "Slurm, which does not answer"
 
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False

@@ -31,7 +31,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, cast
@@ -47,7 +47,7 @@ from smpkit.torch.distributed.cores import own_cores
 INDEX: Final = "index.json"
 NEWEST: Final = "newest"
 PARTIAL: Final = "_partial"
-_PIECE_BYTES: Final = 4 << 20
+PIECE_BYTES: Final = 4 << 20
 """What is read, or written, at a time: it is still in the processor's cache when its checksum is computed."""
 _FORMAT: Final = 4
 _CRC: Final = "crc32"
@@ -59,9 +59,11 @@ _NOT_A_FILE: Final = (
 """The errors of a path that leads to no file, which is damage."""
 _MAX_THREADS: Final = 8
 """More do not read faster from any disk or network we know of."""
+_READ_SECONDS: Final = 1.0
+"""After so long other ranks may want to know that this one goes on."""
 _MAX_JSON_BYTES: Final = 1 << 30
 _MAX_NAME_BYTES: Final = 1 << 12
-_FLUSHED_BYTES: Final = 256 << 20
+FLUSHED_BYTES: Final = 256 << 20
 """Is flushed to the disk at a time: to flush a large file as a whole takes longer than other ranks wait."""
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})\.tmp")
 
@@ -151,7 +153,26 @@ def check_tag(tag: object) -> None:
         )
 
 
+def folder_at(path: str | os.PathLike[str]) -> Path:
+    """Return the folder that a script names; raise UsageError for what would become, or seem, an empty one."""
+    folder, text = Path(path), os.fspath(path)
+    if re.match(r"~|\w\w+:/", text):
+        hint = "name it from `/`; what a job saves to its SMPKIT_CHECKPOINT_DIR goes to its `checkpoints:`, such as S3"
+        raise UsageError(f"{text!r} is no folder of this machine", hint=hint)
+    if folder.name.endswith(PARTIAL) and (folder / INDEX).is_file():
+        raise UsageError(
+            f"{folder} is a checkpoint itself",
+            hint=f"name the folder it is in, {folder.parent}, and its tag to load it",
+        )
+    return folder
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(data: memoryview) -> Iterator[memoryview]:
+    """Yield bytes in pieces that are written one after the other."""
+    return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
 
 
 class _CheckedFile:
@@ -164,12 +185,11 @@ class _CheckedFile:
 
     def write(self, data: Any) -> int:
         data = memoryview(data).cast("B")
-        for start in range(0, len(data), _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
+        for piece in pieces_of(data):
             self.crc = zlib.crc32(piece, self.crc)
             self._file.write(piece)
             self.size += len(piece)
-            if self.size - self._flushed > _FLUSHED_BYTES:
+            if self.size - self._flushed > FLUSHED_BYTES:
                 self.sync()
             self._go_on()
         return len(data)
@@ -355,24 +375,27 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-def find_corruption(crcs: Mapping[Path, int]) -> str | None:
+def find_corruption(crcs: Mapping[Path, int], go_on: Callable[[], None] = lambda: None) -> str | None:
     """Return which of these files has not the CRC-32 that it should have; None if all have.
 
-    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap. A file that
-    cannot be read raises OSError, which says nothing of what is in it.
+    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap; meanwhile this
+    one calls `go_on` again and again. A file that cannot be read raises OSError, which says nothing of what is in it.
     """
     with ThreadPoolExecutor(min(_MAX_THREADS, own_cores()), "smpkit-checksums") as pool:
         try:
-            for (path, wanted), crc in zip(crcs.items(), pool.map(_crc_of_file, crcs), strict=True):
-                if crc != wanted:
-                    return f"{path} has the CRC-32 {crc:08x} instead of {wanted:08x}"
+            sums = [pool.submit(_crc_of_file, path) for path in crcs]
+            for (path, wanted), crc in zip(crcs.items(), sums, strict=True):
+                while not wait([crc], _READ_SECONDS).done:
+                    go_on()
+                if crc.result() != wanted:
+                    return f"{path} has the CRC-32 {crc.result():08x} instead of {wanted:08x}"
             return None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _crc_of_file(path: Path) -> int:
-    crc, buffer = 0, memoryview(bytearray(_PIECE_BYTES))
+    crc, buffer = 0, memoryview(bytearray(PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(buffer):
             crc = zlib.crc32(buffer[:length], crc)
@@ -399,8 +422,8 @@ class Survey:
     """What a folder holds that is, or should be, a checkpoint of one kind.
 
     Args:
-        usable: checkpoints by name with their indices (None: a full one), the newest first; their files were not
-            looked at.
+        usable: checkpoints by name with their indices (None: a full one), that of `newest` first, then those saved
+            last; their files were not looked at.
         damaged: what is wrong with the others, by name; with `newest` itself, under its own name.
         newest: the name in `newest`, None if there is no such file or no name in it.
     """
@@ -431,7 +454,9 @@ def survey(path: Path, partial: bool) -> Survey:
         elif not usable:
             is_there, kind = (path / newest).exists(), "full" if partial else "partial"
             damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if is_there else "it is missing"
-    return Survey(usable, damaged, newest)
+    # Maybe an older one, by whoever wants to go back to it.
+    named = {newest: usable[newest]} if newest in usable else {}
+    return Survey(named | usable, damaged, newest)
 
 
 def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict[str, Index]:
@@ -441,7 +466,8 @@ def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict
         try:
             indices[folder.name] = read_index(folder)
         except CheckpointError as error:
-            if folder.name == newest and (isinstance(error, _AnotherFormatError) or is_fault_of_machine(error)):
+            # Of any folder: the newest checkpoint is not the one that `newest` names, if a save was killed before that.
+            if is_fault_of_machine(error) or (folder.name == newest and isinstance(error, _AnotherFormatError)):
                 raise
             damaged[folder.name] = error.message
     return dict(sorted(indices.items(), key=lambda item: -item[1].order))

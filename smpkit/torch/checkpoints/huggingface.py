@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -57,7 +57,7 @@ def save_pretrained(
         CheckpointError: on all ranks, if one cannot write its part; it names the rank.
         UsageError: there is no model, or `max_shard_size` is no size.
     """
-    model, target, limit = wrapped_model(model), Path(folder), _bytes_of(max_shard_size)
+    model, target, limit = wrapped_model(model), files.folder_at(folder), _bytes_of(max_shard_size)
     failure = f"the model was not saved to {target}"
     staged = files.staging_folder(target.parent, target.name, files.new_save_id())  # rank 0's is used
     all_or_raise(failure, run_deferred_loads)
@@ -166,8 +166,9 @@ class _ShardWriter:
         self._file_of = {name: file for file, part in shards.items() for name in part}
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
+        self._unflushed = 0
 
-    def write(self, name: str, value: torch.Tensor) -> None:
+    def write(self, name: str, value: torch.Tensor, go_on: Callable[[], None]) -> None:
         if name not in self._file_of:
             return
         with files.as_checkpoint_error(f"{self._file_of[name]} cannot be written"):
@@ -178,13 +179,22 @@ class _ShardWriter:
                 self._file.write(header)
             assert self._file is not None
             self._file.seek(self._offsets[name])
-            self._file.write(bytes_of(value))
+            for piece in files.pieces_of(bytes_of(value)):
+                self._file.write(piece)
+                self._unflushed += len(piece)
+                if self._unflushed > files.FLUSHED_BYTES:
+                    self._flush(self._file)
+                go_on()
+
+    def _flush(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        self._unflushed = 0
 
     def close(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
-            file.flush()
-            os.fsync(file.fileno())
+            self._flush(file)
             file.close()
 
 

@@ -27,7 +27,7 @@ import stat
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Final
@@ -35,7 +35,7 @@ from typing import IO, Any, Final
 import torch
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.folder import as_checkpoint_error, atomic_write
+from smpkit.torch.checkpoints.folder import PIECE_BYTES, as_checkpoint_error, atomic_write
 
 _MAX_NAMED: Final = 5
 _HINT: Final = (
@@ -208,14 +208,23 @@ def check_archive(path: Path) -> None:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def archive_corruption(path: Path) -> str | None:
-    """Return which member of a file of `torch.save` is not as it was written; None if all are, or it is no archive."""
+def archive_corruption(path: Path, go_on: Callable[[], None]) -> str | None:
+    """Return which member of a file of `torch.save` is not as it was written; None if all are, or it is no archive.
+
+    `go_on` is called again and again while it is read.
+    """
     if not path.is_file() or not zipfile.is_zipfile(path):
         return None
     check_archive(path)
     with zipfile.ZipFile(path) as archive:
-        name = archive.testzip()
-    return None if name is None else f"`{name}` in {path} has not the CRC-32 that it was written with"
+        for name in archive.namelist():
+            try:
+                with archive.open(name) as member:
+                    while member.read(PIECE_BYTES):
+                        go_on()
+            except zipfile.BadZipFile:
+                return f"`{name}` in {path} has not the CRC-32 that it was written with"
+    return None
 
 
 # --- the reader's list ------------------------------------------------------------------------------------------------

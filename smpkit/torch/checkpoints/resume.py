@@ -6,6 +6,7 @@ checkpoint among them and compare each once with its size and checksum; then eac
 
 from __future__ import annotations
 
+import heapq
 import os
 import zipfile
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from smpkit.errors import CheckpointError, escaped
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise, together
+from smpkit.torch.checkpoints.agreement import all_or_raise, together, work_together
 from smpkit.torch.checkpoints.background import finish_previous_save
 from smpkit.torch.checkpoints.entries import degrees, precision, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
@@ -74,7 +75,9 @@ def resume_from_checkpoint(
     """
     states = load_sharded_optimizer_state or state.cfg.sharded_data_parallel_degree == 1
     finish_previous_save()  # which may be what is to be loaded
-    model, folder = wrapped_model(), Path(path)
+    model, folder = wrapped_model(), files.folder_at(path)
+    if tag is not None:
+        files.check_tag(tag)
     optimizer = state.optimizer if load_optimizer else None
     choice = _Choice(folder, partial, optimizer is not None, verify_checksums)
     name, missing = choice.newest() if tag is None else choice.tagged(tag)
@@ -105,7 +108,7 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
         CheckpointError: there are checkpoints, and none is complete, or the newest one has another format: to start
             anew would replace them.
     """
-    folder = Path(path)
+    folder = files.folder_at(path)
     survey = files.survey(folder, partial)
     for name, index in survey.usable.items():
         damage = None if index is None else files.find_damage(folder / name, index)
@@ -189,11 +192,11 @@ class _Choice:
         """
         path = self.folder / name
 
-        def look() -> tuple[str | None, list[str]]:
+        def look(go_on: Callable[[], None]) -> tuple[str | None, list[str]]:
             try:
                 if not self.partial:
                     is_mine = self.verify_checksums and file_systems.is_leader
-                    return archive_corruption(path) if is_mine else None, []
+                    return archive_corruption(path, go_on) if is_mine else None, []
                 index = files.read_index(path)
                 names = files_to_check(
                     index, file_systems.here.index(state.rank), len(file_systems.here), self.with_optimizer
@@ -201,7 +204,7 @@ class _Choice:
                 damage, missing = files.look_at(path, index, names)
                 if damage is None and self.verify_checksums:
                     here = sorted(set(names) - set(missing))
-                    damage = files.find_corruption({path / name: index.files[name]["crc32"] for name in here})
+                    damage = files.find_corruption({path / name: index.files[name]["crc32"] for name in here}, go_on)
                 return damage, missing
             except CheckpointError as error:
                 if files.is_fault_of_machine(error):
@@ -219,17 +222,17 @@ class _Choice:
                 damages = [f"rank {leader}: {text}" for leader, text in texts.items() if text]
             return next(iter(damages), None), lacking
 
-        _, (damage, lacking) = together(failure, look, decide)
+        _, (damage, lacking) = work_together(failure, look, decide)
         return damage, lacking[file_systems.leader]
 
 
 def files_to_check(index: files.Index, position: int, count: int, with_optimizer: bool) -> list[str]:
     """Return which files one of `count` ranks compares with their checksums: about as many bytes as each other one."""
-    taken, mine = [0] * count, []
+    taken, mine = [(0, rank) for rank in range(count)], []  # a heap: whoever has least so far is first
     wanted = [name for name in index.files if with_optimizer or not name.startswith("optimizer_")]
     for name in sorted(wanted, key=lambda name: (-index.files[name]["size"], name)):
-        least = taken.index(min(taken))
-        taken[least] += index.files[name]["size"]
+        so_far, least = taken[0]
+        heapq.heapreplace(taken, (so_far + index.files[name]["size"], least))
         if least == position:
             mine.append(name)
     return mine

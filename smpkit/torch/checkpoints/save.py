@@ -100,8 +100,13 @@ def save_checkpoint(
             "blocking is False with partial=False: only partial checkpoints are saved in the background",
             hint="save with partial=True, or with blocking=True",
         )
+    if partial and optimizer is None and state.has_several_optimizers:
+        warn_user(
+            "several optimizers train, and a checkpoint has the states of the one that was wrapped last: pass"
+            " `state_dict()` of the others in `user_content`"
+        )
     wrapped, saved_optimizer = wrapped_model(model), state.optimizer if optimizer is None else optimizer
-    save = _begin(Path(path), tag, partial, kept)
+    save = _begin(files.folder_at(path), tag, partial, kept)
     snapshot, group = (None, None) if blocking else (Snapshot(), save_group())
     part = _outcome(lambda: save.prepare(wrapped, saved_optimizer, user_content, snapshot))
     if not partial:

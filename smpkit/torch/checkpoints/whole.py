@@ -12,15 +12,15 @@ import mmap
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.agreement import all_or_raise, together
+from smpkit.torch.checkpoints.agreement import all_or_raise, together, work_together
 from smpkit.torch.checkpoints.entries import TensorsOnAccess, translated
-from smpkit.torch.checkpoints.folder import as_checkpoint_error, fsync_write
+from smpkit.torch.checkpoints.folder import as_checkpoint_error, fsync_write, pieces_of
 from smpkit.torch.checkpoints.tensors import bytes_of
 from smpkit.torch.core.runtime import state
 from smpkit.torch.model import DistributedModel
@@ -31,6 +31,10 @@ from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
 _ALIGNMENT = 64
 """Of the tensors in a scratch file, in bytes."""
+_GATHERED_BYTES = 16 << 20
+"""Of tensors that are gathered before rank 0 takes them, or fewer and one large tensor."""
+Take: TypeAlias = Callable[[str, Any, Callable[[], None]], object]
+"""Takes a name and a value, and calls the function again and again while it writes; see `work_together`."""
 
 
 class WholeState:
@@ -58,25 +62,30 @@ class WholeState:
             self.specs[name] = tuple(value.shape), value.dtype
         self._plain_names = [*first.values()]
 
-    def deliver(self, take: Callable[[str, Any], object], failure: str) -> None:
-        """Call `take` on rank 0 with each name and value; all ranks call this, and raise what `take` raises there."""
+    def deliver(self, take: Take, failure: str) -> None:
+        """Call `take` on rank 0 with each name and value; all ranks call this, and raise what `take` raises there.
+
+        They gather a few tensors at a time, and wait for rank 0 before the next: as long as it works, however long.
+        """
         _, digests = together(failure, lambda: zlib.crc32(repr(list(self.specs.items())).encode()), set)
         if len(digests) > 1:
             raise CheckpointError(f"{failure}; the model's names or shapes are not the same on all ranks")
-        all_or_raise(failure, lambda: self._deliver(take))
+        values = self._values()
+        while work_together(failure, lambda go_on: self._deliver_some(values, take, go_on), all)[1]:
+            pass
 
-    def _deliver(self, take: Callable[[str, Any], object]) -> None:
-        failed: CheckpointError | None = None
-        for name, value in self._values():
-            is_here = state.rank == 0 and not (isinstance(value, torch.Tensor) and value.device.type == "meta")
-            if is_here and failed is None:
-                try:
-                    take(name, value)
-                except CheckpointError as error:  # go on: the other ranks wait for this one in the next tensor
-                    failed = error
-            del value
-        if failed is not None:
-            raise failed
+    def _deliver_some(self, values: Iterator[tuple[str, Any]], take: Take, go_on: Callable[[], None]) -> bool:
+        """Gather a few values, and let rank 0 take them; return whether there were any, which is so on all ranks."""
+        few: dict[str, Any] = {}
+        num_bytes = 0
+        while num_bytes < _GATHERED_BYTES and (item := next(values, None)) is not None:
+            few |= [item]
+            shape, dtype = self.specs.get(item[0], ((0,), torch.uint8))
+            num_bytes += torch.Size(shape).numel() * dtype.itemsize
+        for name, value in few.items() if state.rank == 0 else ():
+            if not (isinstance(value, torch.Tensor) and value.device.type == "meta"):
+                take(name, value, go_on)
+        return bool(few)
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         for name in self._plain_names:
@@ -115,16 +124,18 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
     places: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
     values: dict[str, Any] = {}
 
-    def take(name: str, value: Any) -> None:
+    def take(name: str, value: Any, go_on: Callable[[], None]) -> None:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
             values[name] = value
             return
         with as_checkpoint_error(f"{path.name} cannot be written"), scratch.open("ab") as file:
             file.write(bytes(-file.tell() % _ALIGNMENT))
             places[name] = file.tell(), tuple(value.shape), value.dtype
-            file.write(bytes_of(value))
+            for piece in pieces_of(bytes_of(value)):
+                file.write(piece)
+                go_on()
 
-    def save() -> None:
+    def save(go_on: Callable[[], None]) -> None:
         if state.rank > 0:
             return
         with as_checkpoint_error(f"{path.name} cannot be written"):
@@ -136,8 +147,8 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
                     values[name] = torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
             content = {name: values[first] for name, first in whole.ties.items() if first in values}
             content |= {name: value for name, value in values.items() if name not in content}
-            fsync_write(path, lambda file: torch.save(content, file))
+            fsync_write(path, lambda file: torch.save(content, file), go_on)
             scratch.unlink(missing_ok=True)
 
     whole.deliver(take, failure)
-    all_or_raise(failure, save)
+    work_together(failure, save, lambda _: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -85,7 +85,7 @@ class WrappedModel(Protocol):
     def local_parameters(self) -> Iterator[nn.Parameter]: ...
     def local_buffers(self) -> Iterator[torch.Tensor]: ...
     def owns(self, parameter: torch.Tensor) -> bool: ...
-    def check_backward(self, parameters: Iterable[torch.Tensor]) -> None: ...
+    def check_update(self, parameters: Sequence[torch.Tensor]) -> None: ...
     def run_post_step_hooks(self) -> None: ...
     def step_inputs(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,6 +127,8 @@ class State(Place):
         """The last model that was wrapped."""
         self.optimizer: WrappedOptimizer | None = None
         """The last optimizer that was wrapped."""
+        self.has_several_optimizers = False
+        """Whether another one has taken a step since."""
         self.step: StepProgress | None = None
         """The `@smp.step` call that runs now."""
         self.tracing = False
@@ -158,6 +160,7 @@ class State(Place):
         for name in _SET_BY_INIT:
             vars(self).pop(name, None)
         self.model = self.optimizer = self.step = None
+        self.has_several_optimizers = False
         self.module_manager = ModuleManager()
 
     def __getattr__(self, name: str) -> Any:

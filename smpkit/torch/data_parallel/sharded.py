@@ -13,14 +13,16 @@ averaged over the columns once, in the last microbatch of the last pass of an ac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
@@ -36,7 +38,7 @@ from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import initialize
 from smpkit.torch.placement.dtensor import distribute_like
 from smpkit.torch.placement.placement import ParameterPlacement, Placement
-from smpkit.torch.placement.shards import copy_mark_to
+from smpkit.torch.placement.shards import copy_mark_to, hook_on_weight
 from smpkit.torch.precision.cast import half_dtype, kept_in_float32
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
                 "parallelism does not do",
                 hint="set `prescaled_batch: true`, or sharded_data_parallel_degree to 1",
             )
+    hooked = hook_on_weight(module)
+    if hooked is not None:
+        _refuse_hook(hooked)
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
     # `fully_shard` divides along the first dimension: what has none (the temperature of a CLIP) stays whole.
@@ -82,6 +87,9 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
     set_shard_attributes(module.parameters())
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):  # torch would take the hook, and never call it
+            vars(parameter)["register_hook"] = functools.partial(_refuse_hook, name)
     return ShardedDataParallel(module, placement, whole, reduction, mesh.get_group("shard"))
 
 
@@ -185,6 +193,13 @@ class ShardedDataParallel(DataParallel):
                 "a step failed, and sharded data parallelism cannot go on after that",
                 hint="resume from a checkpoint in a new process",
             )
+
+
+def _refuse_hook(name: str, *_: object) -> NoReturn:
+    raise UnsupportedError(
+        f"a hook was registered on `{name}`, which sharded data parallelism gathers anew for each pass",
+        hint="use `register_post_accumulate_grad_hook` after smp.DistributedModel: `grad` is this rank's part",
+    )
 
 
 def _mesh() -> DeviceMesh:

@@ -39,6 +39,9 @@ _PIECE: Final = 16 << 20
 class Updater(Protocol):
     """Takes gradients during the backward; an `OffloadOptimizer` with `overlap="backward"` does."""
 
+    def check(self, piece: Slice) -> None:
+        """Raise UsageError if a slice whose backward begins has been updated since the last step."""
+
     def consume(self, piece: Slice, arrival: Event) -> None:
         """Take the gradients of a slice out of its parameters; they are there after `arrival`."""
 
@@ -104,6 +107,9 @@ class Engine:
         self._norms: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
         """On the device, with the gradient that they are of, and its version."""
         self._versions: dict[int, list[int]] = {}
+        """Of the parameters of entered slices."""
+        self.is_in_forward = False
+        """Whether the model's forward runs."""
         self._task = _NO_TASK
         """Autograd's number of the backward that runs."""
         self._running: int | None = None
@@ -190,11 +196,6 @@ class Engine:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether the model's forward runs."""
-        return self._resident in self._versions
-
     def begin_forward(self) -> None:
         """Bring the resident slice; all slices are loaded anew, since weights may have changed."""
         if _NO_TASK not in (self._task, torch._C._current_graph_task_id()):
@@ -202,6 +203,7 @@ class Engine:
         self._abandon()
         for slot in self._slots:
             slot.loaded = None
+        self.is_in_forward = True
         self._begin(self._resident)
 
     def switch_to(self, index: int) -> None:
@@ -223,7 +225,7 @@ class Engine:
                 if index is not None:
                     self._end(index)
         finally:
-            self._versions.clear()
+            self.is_in_forward = False
             for index in (current, self._resident):
                 if index is not None:
                     self.leave(index)
@@ -235,12 +237,16 @@ class Engine:
         self._versions[index] = [parameter._version for parameter in self.slices[index].parameters]
 
     def _end(self, index: int) -> None:
-        piece, before = self.slices[index], self._versions.pop(index, None)
         self.leave(index)
-        if before is not None and before != [parameter._version for parameter in piece.parameters]:
+        self._check_not_written(index, "a forward")
+
+    def _check_not_written(self, index: int, where: str) -> None:
+        before = self._versions.pop(index, None)
+        if before is not None and before != [parameter._version for parameter in self.slices[index].parameters]:
             raise UsageError(
-                f"a forward of slice {index} writes to a weight, which is a copy on the device and never comes back",
-                hint="change weights between steps (`with torch.no_grad(): weight.clamp_(...)`), not in a forward",
+                f"{where} of slice {index} writes to a weight, which is a copy on the device and never comes back",
+                hint="change weights between steps (`with torch.no_grad(): weight.clamp_(...)`), not in a forward or in"
+                ' hooks of a backward; an OffloadOptimizer with overlap="backward" updates them there',
             )
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -268,7 +274,10 @@ class Engine:
         if task != self._task:
             self._abandon()
             self._task = task
-            Variable._execution_engine.queue_callback(self._end_backward)
+            end = functools.partial(self._end_backward)
+            Variable._execution_engine.queue_callback(end)
+            # If the backward fails, at once: a script clears gradients next, and none of before may come back later.
+            weakref.finalize(end, self._abandon, task).atexit = False
             self._open(self._resident)
         if index in (self._running, self._resident):
             return
@@ -282,14 +291,17 @@ class Engine:
     def _open(self, index: int) -> None:
         """Bring a slice, whose gradients are to stay on the device for now."""
         piece = self.slices[index]
+        if (updater := self._get_updater()) is not None:
+            updater.check(piece)
         if not self.in_place:
             self._before[index] = [parameter.grad for parameter in piece.parameters]
             for parameter in piece.parameters:
                 parameter.grad = None
-        self.enter(index)
+        self._begin(index)
 
     def _finish(self, index: int) -> None:
         """Send the gradients of a slice home: the backward of its layers is over."""
+        self._check_not_written(index, "a backward")
         piece = self.slices[index]
         self._average(piece)
         if self.in_place:
@@ -307,7 +319,8 @@ class Engine:
         self._restore(piece)
         self._settle(slot)
         updates_now = self._get_updater() is not None
-        is_sum = any(parameter.grad is not None for parameter, _ in gradients)
+        # Also where another parameter has a gradient (of another task's head, say): it lies in this slice's buffer.
+        is_sum = any(parameter.grad is not None for parameter in piece.parameters)
         if updates_now and is_sum:
             raise UsageError(
                 'a parameter has a gradient before a backward in which its OffloadOptimizer (overlap="backward")'
@@ -366,10 +379,12 @@ class Engine:
         for parameter, before in zip(piece.parameters, self._before.pop(piece.index), strict=True):
             parameter.grad = before
 
-    def _abandon(self) -> None:
-        """Forget a backward that failed half way."""
-        if self._task == _NO_TASK:
+    def _abandon(self, task: int | None = None) -> None:
+        """Forget a backward that failed half way: the last one, or none if that has another number."""
+        if self._task == _NO_TASK or task not in (None, self._task):
             return
+        self._task, self._running = _NO_TASK, None
+        self._versions.clear()
         for index in [*self._before]:
             self._restore(self.slices[index])
         for piece in self.slices:
@@ -378,7 +393,6 @@ class Engine:
         self._release()
         for slot in self._slots:
             slot.sum = None
-        self._task, self._running = _NO_TASK, None
         if (updater := self._get_updater()) is not None:
             updater.forget()
 

@@ -16,7 +16,8 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.arguments import check_bool, check_num_bytes
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.offloader import KEEPING, Offloader
-from smpkit.torch.core.tensor_spec import map_tensors, tensors_in, version_of
+from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, map_tensors, tensors_in, version_of
+from smpkit.torch.core.tree import children
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine
@@ -25,6 +26,7 @@ from smpkit.torch.offload_model.slices import Balance, check_layers, cut_layers,
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.region import run_checkpointed
+from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
 _CPU = torch.device("cpu")
 
@@ -167,6 +169,8 @@ class OffloadModel(nn.Module):
         if process_group is not None:
             _check_equal(slices, process_group)
         undo = [_hook_state_dict(module, self._engine) for module in model.modules()]
+        # `use_reentrant=True` around a block hides from us what the block returns, until it has run again in backward.
+        patch_torch_checkpoint()
         if not self._is_chain:
             keeper = self._keeper if checkpoint_activation else None
             for index, group in enumerate(groups):
@@ -233,7 +237,7 @@ class OffloadModel(nn.Module):
                     )
                 else:
                     result = shard(*args, **keywords)
-                self._engine.watch(index, tensors_in(result), handed_in)
+                self._engine.watch(index, _outputs(shard, result), handed_in)
                 values[number] = result
         if len(pieces) > 1 and any(version_of(tensor) != version for tensor, version in shared):
             raise UsageError(
@@ -345,13 +349,25 @@ def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | 
                 return run(*args, **kwargs)
             engine.switch_to(index)
             result = run(*args, **kwargs)
-            engine.watch(index, tensors_in(result), tensors_in((args, kwargs)))
+            engine.watch(index, _outputs(block, result), tensors_in((args, kwargs)))
             return result
 
         return called
 
     call.checkpointing = around
     return functools.partial(setattr, call, "checkpointing", before)
+
+
+def _outputs(layer: nn.Module, result: Any) -> list[Tensor]:
+    """Return the tensors in what a layer has returned, whose gradients tell when its backward begins."""
+    tensors = tensors_in(result)
+    if not tensors and torch.is_grad_enabled() and type(result) not in NON_TENSOR_TYPES and children(result) is None:
+        raise UnsupportedError(
+            f"a {type(layer).__name__} returned an object of type `{type(result).__name__}`, in which an OffloadModel"
+            " sees no tensors: it would not know when that layer's backward begins",
+            hint="return tensors, also in tuples, lists, dicts and dataclasses",
+        )
+    return tensors
 
 
 def _only_calls_its_layers(model: Any) -> bool:

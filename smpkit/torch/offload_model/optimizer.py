@@ -87,6 +87,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # The rule's own class checks the options and fills in defaults.
         whole = rule(list(groups) if groups is not None else list(model.parameters()), **options)
         super().__init__(whole.param_groups, whole.defaults)
+        self.state.update(whole.state)  # some rules make states at once, as Adagrad does in torch 2.11
         self._is_complete = True
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
@@ -228,13 +229,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # --- what the engine calls, with overlap="backward" ---------------------------------------------------------------
 
-    def consume(self, piece: Slice, arrival: Event) -> None:
-        """Update a slice whose gradients are on their way."""
+    def check(self, piece: Slice) -> None:
+        """Raise UsageError if a slice has been updated since the last step."""
         if piece.index in self._updated:
             raise UsageError(
-                'a second backward before step(), but overlap="backward" has already updated the weights',
+                "a second backward before step(), or one through layers that were called several times, but"
+                ' overlap="backward" has already updated the weights',
                 hint='use overlap="forward" to add up gradients',
             )
+
+    def consume(self, piece: Slice, arrival: Event) -> None:
+        """Update a slice whose gradients are on their way."""
         if (part := self._parts.get(piece.index)) is not None and self._begin_update(part, None, arrival):
             self._updated.add(piece.index)
 
@@ -253,9 +258,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         piece.check_not_moved()
         for parameter in part.aliases:
             parameter.grad = None
+        piece.wait_for_updates()  # of another optimizer, or of a step before without a forward in between
         for own, number in zip(part.optimizer.param_groups, part.groups, strict=True):
             own.update(_settings(self.param_groups[number]))
-        piece.wait_for_updates()  # of another optimizer
         piece.updates.append(self._pool.submit(_update, self._engine.link, part, gradients, factor, arrival))
         # Now, not in the thread: a backward through the old weights must fail from here on.
         torch.autograd.graph.increment_version(part.aliases)

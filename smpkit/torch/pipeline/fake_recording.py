@@ -44,7 +44,7 @@ from smpkit.torch.pipeline.outputs import Call, CallKind, opened
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
-from smpkit.torch.pipeline.units import enclosing_unit, install
+from smpkit.torch.pipeline.units import enclosing_unit, install, with_other_names
 from smpkit.torch.placement.placement import pp_ranks_by_parameter
 
 
@@ -112,7 +112,7 @@ def record_on_fakes(
         device: of the tensors that the model is given.
         outputs: of layers, as far as they are known.
     """
-    placement = assignment.partition_of
+    placement = with_other_names(root, assignment.partition_of)
     nothing_is_sent: Any = None
     stage = StageContext(
         NO_RANK,

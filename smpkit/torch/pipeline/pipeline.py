@@ -35,7 +35,7 @@ from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, current_microbatch
 from smpkit.torch.pipeline.transport import Transport
-from smpkit.torch.pipeline.units import install, refuse_compiled
+from smpkit.torch.pipeline.units import install, refuse_compiled, with_other_names
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.manual import manual_placement
@@ -151,7 +151,7 @@ class Pipeline:
             decided = hosts.receive_object(0, _ASSIGNMENT)
         assignment, self.facts, seed = decided
         self.assignment = assignment
-        pp_rank_of_unit = assignment.partition_of
+        pp_rank_of_unit = with_other_names(self._root, assignment.partition_of)
         self._on_placement(self._root, pp_rank_of_unit)
         refuse_compiled(self._root, pp_rank_of_unit)
         placement = Placement(self._root, pp_rank_of_unit)

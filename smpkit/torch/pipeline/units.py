@@ -89,6 +89,21 @@ def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None)
             )
 
 
+def with_other_names(root: nn.Module, placement: Mapping[str, int]) -> dict[str, int]:
+    """Return `placement` with every name of its units: T5's decoder, say, calls the embedding that another rank holds.
+
+    A name inside of another unit is none: there the module is a part of that unit.
+    """
+    all_names = names_by_module(root)
+    others = {
+        name: rank
+        for unit, rank in placement.items()
+        for name in all_names[root.get_submodule(unit)]
+        if enclosing_unit(name, placement) is None
+    }
+    return {**placement, **others}
+
+
 def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
     """Return the ranks of a module: that of the unit that it is a part of, or those of all units in it."""
     above = enclosing_unit(name, placement)

@@ -167,6 +167,9 @@ class Placement:
     def __iter__(self) -> Iterator[ParameterPlacement]:
         return iter(self._by_id.values())
 
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._by_id
+
     @property
     def local(self) -> list[ParameterPlacement]:
         """The records of the parameters that this rank holds."""

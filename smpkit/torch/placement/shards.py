@@ -148,6 +148,19 @@ def join_shards(pieces: Sequence[torch.Tensor], shard: TpShard) -> torch.Tensor:
     return torch.cat(list(itertools.chain.from_iterable(pieces_by_part)), shard.dim)
 
 
+# --- hooks on what is divided -----------------------------------------------------------------------------------------
+
+
+def hook_on_weight(module: nn.Module) -> str | None:
+    """Return the name of a weight of a module that a hook was registered on, if there is one."""
+    hooked = (
+        name
+        for name, each in module.named_parameters()
+        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+    )
+    return next(hooked, None)
+
+
 # --- marks and `load_state_dict(assign=True)` -------------------------------------------------------------------------
 
 

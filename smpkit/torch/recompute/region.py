@@ -125,6 +125,7 @@ class _Region:
         contexts: of the user, around the forward and around its recomputation.
         stops_early: whether a recomputation ends with the last tensor that backward needs.
         compares: whether the shapes of what a recomputation saves must be those of the forward.
+        norms: that the function may run besides `modules`.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class _Region:
         contexts: tuple[AbstractContextManager[object], AbstractContextManager[object]] = (_NOTHING, _NOTHING),
         stops_early: bool = True,
         compares: bool = True,
+        norms: Sequence[nn.Module] = (),
     ) -> None:
         self._function, self._arguments, self._path, self._keeper = function, arguments, name, keeper
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
@@ -148,7 +150,7 @@ class _Region:
         self._autocast = AutocastState(devices)
         self._default_device = _default_device()
         self._operations = replayed_operation_streams()
-        self._buffers = Buffers(modules)
+        self._buffers = Buffers([*modules, *norms])
         self._modules, self._weights, self._versions = modules, weights, list(map(version_of, weights))
         self._forward_context, self._recompute_context = contexts
         self._inputs: Parked | _Hooked

@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy
 
 from smpkit.errors import UsageError
@@ -37,6 +38,7 @@ from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
 from smpkit.torch.recompute.region import checkpointing, name_of, recording
+from smpkit.torch.recompute.surroundings import all_modules
 
 _log = logging.getLogger("smpkit")
 _Generator = Generator[None, None, None]
@@ -76,6 +78,7 @@ def _entered(
         contexts=_contexts(settings),
         stops_early=settings.get("early_stop", True) if early_stop is None else early_stop,
         compares=_compares(settings),
+        norms=[] if modules else _norms_in(function),
     ):
         yield
 
@@ -281,3 +284,14 @@ def _module_and_name(function: Callable[..., Any]) -> tuple[list[nn.Module], str
         if isinstance(candidate, nn.Module):
             return [candidate], name_of(candidate)
     return [], getattr(called, "__qualname__", type(called).__name__)
+
+
+def _norms_in(function: Callable[..., Any]) -> list[nn.Module]:
+    """Return the norms that a function inside another one may call, as torch's `checkpoint_sequential` makes them."""
+    cells, held = getattr(function, "__closure__", None) or (), list[Any](getattr(function, "__defaults__", None) or ())
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # the variable has no value yet
+            held.append(cell.cell_contents)
+    roots = [each for value in held for each in (value if isinstance(value, list | tuple) else [value])]
+    modules = all_modules(each for each in roots if isinstance(each, nn.Module))
+    return [module for module in modules if isinstance(module, _NormBase) and module.training]

@@ -29,7 +29,7 @@ from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.placement.delayed import delay_param_initialization, initialize, is_delayed, set_initializer
 from smpkit.torch.placement.manual import inherit_partition
-from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.placement.shards import hook_on_weight, shard_of
 from smpkit.torch.tensor_parallel.agreement import compare_models, weights_of_first_rank
 from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, loaded_modules, marking_of
 from smpkit.torch.tensor_parallel.module import DistributedModule, global_shape, load_shard, named_tensors
@@ -74,7 +74,13 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
         each.is_fresh = fresh[each.name]
         _fill(each, seed)
         _hand_over(each)
-    for module in search.planned.values():
+    for name, module in search.planned.items():
+        weight = hook_on_weight(module)
+        if weight is not None:
+            raise UsageError(
+                f"a hook was registered on `{name}{'.' if name else ''}{weight}`, which tensor parallelism divides",
+                hint="register it after smp.DistributedModel: it gets the gradient of this rank's piece",
+            )
         for parameter in module.parameters():
             if not is_delayed(parameter):
                 parameter.data = weights_of_first_rank(parameter.data)
@@ -193,7 +199,7 @@ class _Search:
         if rule is None and not has_plan:
             return False
         tied = self._why_tied(module)
-        reason = _why_excepted(module) or tied
+        reason = _why_excepted(module) or tied or _why_hooked(module)
         if reason is None and rule is not None:
             try:
                 reason = rule.refusal(module) if rule.refusal is not None else None
@@ -266,6 +272,15 @@ class _Search:
 def _why_excepted(module: nn.Module) -> str | None:
     markings = filter(None, map(marking_of, module.modules()))
     return None if all(each.enabled for each in markings) else "a part of it is excepted from tensor parallelism"
+
+
+def _why_hooked(module: nn.Module) -> str | None:
+    """Return which hook would be lost with a module: the user's own, or one of torch's (`weight_norm`)."""
+    for name, part in module.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            return f"a hook was registered on {f'its `{name}`' if name else 'it'}"
+    weight = hook_on_weight(module)
+    return None if weight is None else f"a hook was registered on its `{weight}`"
 
 
 def _construct(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn.Module:

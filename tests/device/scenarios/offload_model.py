@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import simulated_device
@@ -300,6 +301,38 @@ for _how in _READS:
 add("OffloadOptimizer, a state loaded at once", loaded_at_once)
 add("OffloadOptimizer, replaced at once", partial(replaced_at_once, is_dropped=False))
 add("OffloadOptimizer, dropped and replaced at once", partial(replaced_at_once, is_dropped=True))
+
+
+class Blocks(nn.Module):
+    """Checkpoints its blocks itself, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make_chain())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block.__call__, x, use_reentrant=True)
+        return x
+
+
+def checkpointed_around() -> None:
+    """Train a model whose blocks are called under a checkpoint that makes no graph."""
+    with torch.device("cpu"):
+        plain, source = Blocks(), Blocks()
+    found = []
+    for model in (plain.to(DEVICE), OffloadModel(source, DEVICE, num_slices=3)):
+        ours = torch.optim.AdamW(model.parameters(), foreach=False, lr=0.01)
+        losses = []
+        for number in range(3):
+            torch.manual_seed(number)
+            losses.append(plain_step(model, ours, number).cpu())
+            ours.step()
+        found.append([*losses, *weights_of(model)])
+    assert_same(found[1], found[0])
+
+
+add("OffloadModel, checkpoints around blocks", checkpointed_around, is_quick=True)
 
 
 def freed_between_backwards() -> None:

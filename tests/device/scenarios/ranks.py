@@ -15,7 +15,7 @@ import smpkit.torch as smp
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import link
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, rows
-from tests.models import Case
+from tests.models import Case, Dropping
 from tests.torch.pipeline import test_gpu_link_order
 from tests.train import KINDS, Way, batch, checkpoint_layers, divide_layers, training
 
@@ -164,14 +164,16 @@ _in_order: dict[Callable[[], list[Tensor]], list[Tensor]] = {}
 
 _of_pipelines = KINDS["pipeline"]
 _over_four = _of_pipelines[0], replace(_of_pipelines[1], pipeline=4)
+_over_eight = replace(_of_pipelines[0], build=partial(Dropping, 8)), replace(_of_pipelines[1], pipeline=8)
 _KINDS = {
     **KINDS,
     "pipeline, masters": with_config(_of_pipelines, fp16=True),
     "pipeline, zero bubble": with_config(_of_pipelines, pipeline="zero_bubble"),
     "pipeline over four": _over_four,
     "simple pipeline over four": with_config(_over_four, pipeline="simple"),
+    "pipeline over eight": _over_eight,
 }
-_NOT_QUICK = ("data, one parameter unused",)
+_NOT_QUICK = ("data, one parameter unused", "pipeline over eight")
 for _kind, _of_kind in _KINDS.items():
     if _of_kind[1].ranks > 1:
         _run = partial(same_as_in_order, partial(trained, _of_kind))

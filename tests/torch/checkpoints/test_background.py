@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -9,17 +10,21 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import folder as folder_module
+from smpkit.torch.checkpoints import whole as whole_module
 from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
 from tests.models import MODELS
@@ -170,7 +175,7 @@ def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
         open_file(self, SlowFile(file) if smp.rank() == 1 else file, go_on)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_module, "_PIECE_BYTES", 128)
+        patch.setattr(folder_module, "PIECE_BYTES", 128)
         patch.setattr(folder_module._CheckedFile, "__init__", open_slowly)
         start = time.monotonic()
         pending = smp.save_checkpoint(tmp_path, "slow", blocking=False)
@@ -179,6 +184,59 @@ def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
         pending.wait(60)
     assert time.monotonic() - start > 4, "else nobody had to wait"
     assert (tmp_path / "newest").read_text() == "slow_partial\n"
+
+
+@contextlib.contextmanager
+def slow(place: Any, name: str) -> Iterator[None]:
+    """Let the first calls on rank 0 take 3.6 s."""
+    call, left = getattr(place, name), [0.9] * 4
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(left.pop() if left and smp.rank() == 0 else 0)
+        return call(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_module, "PIECE_BYTES", 128)
+        patch.setattr(place, name, slowly)
+        yield
+    assert not left or smp.rank() > 0, "else nobody had to wait"
+
+
+@on_ranks(2)
+def test_nor_have_a_full_save_and_an_export(tmp_path: Path) -> None:
+    begin()
+    wait_shortly(3)
+    with slow(whole_module, "pieces_of"):
+        smp.save_checkpoint(tmp_path, "tensors", partial=False)
+    with slow(folder_module, "pieces_of"):
+        smp.save_checkpoint(tmp_path, "file", partial=False)
+    with slow(folder_module, "pieces_of"):
+        smp.save_pretrained(tmp_path / "hub")
+    contents = [torch.load(tmp_path / tag) for tag in ("tensors", "file")]
+    stored = load_file(tmp_path / "hub" / "model.safetensors")
+    for content in contents:
+        assert content.keys() >= stored.keys()
+        assert all(torch.equal(content[name], value) for name, value in stored.items())
+
+
+@on_ranks(2)
+def test_nor_has_a_resume(tmp_path: Path) -> None:
+    """The other rank has nothing to compare, or has done so."""
+    begin()
+    smp.save_checkpoint(tmp_path, "one")
+    smp.save_checkpoint(tmp_path, "whole", partial=False)
+    compare = folder_module._crc_of_file
+
+    def compare_slowly(path: Path) -> int:
+        time.sleep(5 if smp.rank() == 1 else 0)
+        return compare(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        wait_shortly(3)
+        patch.setattr(folder_module, "_crc_of_file", compare_slowly)
+        smp.resume_from_checkpoint(tmp_path, "one")
+    with slow(zipfile.ZipExtFile, "read"):
+        smp.resume_from_checkpoint(tmp_path, "whole", partial=False)
 
 
 def lose_a_rank(folder: Path) -> None:

@@ -146,6 +146,16 @@ def test_a_checkpoint_without_optimizer_state_warns(tmp_path: Path) -> None:
 # --- which one --------------------------------------------------------------------------------------------------------
 
 
+def test_states_of_other_optimizers_are_missed_in_words(tmp_path: Path) -> None:
+    model, last = make()
+    first, last = [smp.DistributedOptimizer(torch.optim.SGD(half.parameters(), lr=0.1)) for half in model.module]
+    train(model, last)
+    first.step()
+    save_checkpoint(tmp_path, "one", optimizer=first)
+    with pytest.warns(UserWarning, match="several optimizers train, and a checkpoint has the states of the one"):
+        save_checkpoint(tmp_path, "two")
+
+
 def test_only_the_newest_are_kept_and_full_ones_are_not_counted(tmp_path: Path) -> None:
     make()
     (tmp_path / "mine_partial").mkdir()

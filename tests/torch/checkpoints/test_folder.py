@@ -31,6 +31,30 @@ def test_a_tag_that_cannot_be_a_file_name_is_refused(tag: object) -> None:
         files.check_tag(tag)
 
 
+@pytest.mark.parametrize("path", ["s3://bucket/ck", Path("gs://bucket"), "~/ck"], ids=str)
+def test_a_folder_that_is_elsewhere_is_not_made_here(path: str | Path) -> None:
+    """Composer and TensorFlow's estimators take `s3://`, transformers `~`: here both would be names of folders."""
+    with pytest.raises(UsageError, match="is no folder of this machine"):
+        files.folder_at(path)
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    """As transformers' `resume_from_checkpoint` names it; "resume if there is something" would start anew."""
+    folder = make(tmp_path, "a")
+    assert files.folder_at(tmp_path) == tmp_path
+    with pytest.raises(UsageError, match=f"a_partial is a checkpoint itself\nhint: .* {tmp_path}, and its tag"):
+        files.folder_at(folder)
+
+
+def test_who_writes_an_older_one_into_newest_goes_back_to_it(tmp_path: Path) -> None:
+    """As with DeepSpeed's `latest` (tdrussell/diffusion-pipe#263), and as `smpkit resume` reads it."""
+    for order, tag in enumerate("abc", 1):
+        make(tmp_path, tag, order)
+    assert list(files.survey(tmp_path, partial=True).usable) == ["c_partial", "b_partial", "a_partial"]
+    (tmp_path / files.NEWEST).write_text("a_partial\n")
+    assert list(files.survey(tmp_path, partial=True).usable) == ["a_partial", "c_partial", "b_partial"]
+
+
 def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
     folder = make(tmp_path, "a", size=99)
     assert (

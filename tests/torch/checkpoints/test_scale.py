@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -12,8 +15,9 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import agreement, folder, reader
-from smpkit.torch.checkpoints.entries import MAX_WRITERS, writers_of
+from smpkit.torch.checkpoints.entries import MAX_WRITERS, Chunk, chunks_of, writers_of
 from smpkit.torch.checkpoints.folder import Index, find_corruption, read_index
+from smpkit.torch.checkpoints.reader import Reader, ReadSlice, Target, read_into, whole_tensor
 from smpkit.torch.checkpoints.resume import files_to_check
 from smpkit.torch.checkpoints.tensors import open_tensors
 from smpkit.torch.distributed.objects import object_from
@@ -49,16 +53,65 @@ def test_the_plan_of_a_save_and_of_a_resume_is_linear(num_ranks: int) -> None:
     assert len(model_files) <= MAX_WRITERS, "whatever the number of ranks, of which each opens these when it resumes"
 
 
-def test_ranks_divide_the_files_that_a_resume_checks() -> None:
-    sizes = (1, 50, 3, 50, 7, 40, 9)
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"),
+    [(3, (1, 50, 3, 50, 7, 40, 9)), *((count, range(1000, 1000 + 2 * count)) for count in (8, 64, 512))],
+)
+def test_ranks_divide_the_files_that_a_resume_checks(num_ranks: int, sizes: Sequence[int]) -> None:
     entry = {"crc32": 1, "rank": 0, "host": "", "folder": 0}
     models = {f"model_{number}": {**entry, "size": size} for number, size in enumerate(sizes)}
     index = Index("x", "", 1, {}, "float32", "", {**models, "optimizer_0": {**entry, "size": 1}})
     for loads_optimizer in (True, False):
-        shares = [files_to_check(index, position, 3, loads_optimizer) for position in range(3)]
+        shares = [files_to_check(index, position, num_ranks, loads_optimizer) for position in range(num_ranks)]
         checked = sorted(name for share in shares for name in share)
         assert checked == sorted(index.files if loads_optimizer else models), "each file is compared once"
-        assert max(sum(index.files[name]["size"] for name in share) for share in shares) < 60
+        most = max(sum(index.files[name]["size"] for name in share) for share in shares)
+        assert most < sum(sizes) / num_ranks + max(sizes) / 4
+
+
+class CountingReader(Reader):
+    """Counts what is opened and read of files that are not there."""
+
+    def count(self, held: Mapping[str, tuple[torch.Tensor, Chunk]]) -> tuple[list[str], int]:
+        """Return the files that a rank opens for the chunks that it holds, and how many elements it reads."""
+        self.opened: list[str] = []
+        self.num_read = 0
+        read_into(self, {name: Target(tensor, [chunk]) for name, (tensor, chunk) in held.items()})
+        return sorted(self.opened), self.num_read
+
+    @contextlib.contextmanager
+    def open(self, file: str) -> Iterator[ReadSlice]:
+        self.opened.append(file)
+
+        def read(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+            self.num_read += math.prod(sizes)
+            return torch.zeros(*sizes, dtype=torch.uint8)
+
+        yield read
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64, 512])
+def test_a_rank_opens_and_reads_what_it_holds(num_ranks: int) -> None:
+    items = items_of(num_ranks)
+    writers = writers_of(items, range(num_ranks))
+    files = {name: f"{name.split()[0]}s of {writers[name]}" for name, *_ in items}
+    reader = CountingReader(Path(), {name: whole_tensor(files[name], name, [s], torch.uint8) for name, s, _ in items})
+    for rank in range(0, num_ranks, num_ranks // 8):
+        held = {name: (torch.empty(size, dtype=torch.uint8), chunks_of([size])[0]) for name, size, _ in items[:96]}
+        held[f"state {rank}"] = torch.empty(4000, dtype=torch.uint8), chunks_of([4000])[0]
+        opened, num_read = reader.count(held)
+        assert opened == sorted({files[name] for name in held}), "each once"
+        assert len(opened) <= MAX_WRITERS + 1
+        assert num_read == sum(tensor.numel() for tensor, _ in held.values())
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64, 512])
+def test_half_as_many_ranks_open_and_read_each_shard_once(num_ranks: int) -> None:
+    shards = [(f"model_{rank}", "weight", Chunk((4 * rank, 0), (4, 3), (0, 0))) for rank in range(num_ranks)]
+    reader = CountingReader(Path(), {"weight": ((4 * num_ranks, 3), torch.uint8, shards)})
+    for rank in range(num_ranks // 2):
+        tensor, chunk = torch.empty(8, 3, dtype=torch.uint8), Chunk((8 * rank, 0), (8, 3), (0, 0))
+        assert reader.count({"weight": (tensor, chunk)}) == (sorted([f"model_{2 * rank}", f"model_{2 * rank + 1}"]), 24)
 
 
 @on_ranks(8)

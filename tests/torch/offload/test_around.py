@@ -5,6 +5,8 @@ Checkpoints keep inputs, or what a policy of torch's names, too.
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import warnings
 from collections.abc import Callable
@@ -177,6 +179,21 @@ def test_it_works_until_it_is_closed_and_only_inside_the_model() -> None:
     trained(x).sum().backward()
     assert offload.report().num_steps == 2
     assert not trained._forward_pre_hooks | trained._forward_hooks
+
+
+def test_copies_of_the_model_are_plain_models() -> None:
+    """Those of torch's AveragedModel, and a model that is saved whole; an engine cannot be copied."""
+    trained, x = model(), torch.randn(BATCH, WIDTH)
+    offload, file = smpkit.offload_activations(trained, min_bytes=0), io.BytesIO()
+    trained(x).sum().backward()
+    torch.save(trained, file)
+    file.seek(0)
+    bytes_out = offload.report().bytes_out
+    for copied in (copy.deepcopy(trained), torch.load(file, weights_only=False)):
+        copied.zero_grad()
+        copied(x).sum().backward()
+        assert_same([each.grad for each in copied.parameters()], [each.grad for each in trained.parameters()])
+    assert offload.report().bytes_out == bytes_out > 0
 
 
 BAD: list[tuple[nn.Module, dict[str, Any], str]] = [

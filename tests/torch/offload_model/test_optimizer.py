@@ -261,6 +261,16 @@ def test_two_backwards_are_refused_where_the_first_updates() -> None:
     optimizer.step()
 
 
+def test_a_model_that_is_called_twice_before_backward_is_refused_where_that_updates() -> None:
+    """Contrastive losses do so. On a device each call has gradients of its own, as those in another type have."""
+    _, model = make_pair(dtype=torch.bfloat16)
+    optimizer = OffloadOptimizer(model, overlap="backward")
+    one, other = (model(torch.randn(5, 6, dtype=torch.bfloat16)) for _ in range(2))
+    with pytest.raises(UsageError, match="through layers that were called several times"):
+        (one * other).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,19 @@ def call_in_backward(model: OffloadModel) -> None:
     model(Backwards.apply(value, model)).sum().backward()
 
 
+class Wraps(nn.Linear):
+    def forward(self, value: Tensor) -> Any:
+        return SimpleNamespace(value=super().forward(value))
+
+
+def step_in_backward(model: OffloadModel) -> None:
+    """Update each weight when its gradient is there, as PyTorch's tutorial and torchtune do."""
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter])
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    model(torch.ones(1, 4)).sum().backward()
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a lazy layer": (
         lambda: wrap(nn.Sequential(nn.LazyLinear(3))),
@@ -73,6 +87,16 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: wrap(nn.Sequential(Clamps(4, 4)))(torch.ones(1, 4)),
         UsageError,
         "a forward of slice 0 writes to a weight",
+    ),
+    "an object of the script's": (
+        lambda: wrap(nn.Sequential(Wraps(4, 4)))(torch.ones(1, 4)),
+        UnsupportedError,
+        "returned an object of type `SimpleNamespace`, in which an OffloadModel sees no tensors",
+    ),
+    "an optimizer in hooks": (
+        lambda: step_in_backward(wrap()),
+        UsageError,
+        "a backward of slice 1 writes to a weight.*\n.*overlap",
     ),
     "memory of its own": (lambda: move(wrap()), UsageError, r"shape \(4, 4\) has been moved out of its OffloadModel"),
     "a call in its backward": (lambda: call_in_backward(wrap()), UsageError, "was called in its own backward"),

@@ -56,6 +56,23 @@ def train(network: Any, optimizer: Any, backwards: int = 1, clip: float | None =
         optimizer.zero_grad()
 
 
+class Signs(torch.optim.Optimizer):
+    """Moves against the sign of all gradients so far; has its states from the beginning."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["total"] = torch.zeros_like(each)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(self.state[each]["total"].add_(each.grad).sign(), alpha=group["lr"])
+
+
 def trained(rule: Any = torch.optim.AdamW, groups: Any = None, backwards: int = 1, **options: Any) -> Any:
     """Return a script that trains with an optimizer of this kind."""
 
@@ -197,6 +214,24 @@ class Skips(nn.Module):
         return joins(value, value) if skips else joins(recurrent(value)[0], linear(value))
 
 
+class Tasks(nn.Module):
+    """A trunk, which may fail in backward, and a head for each task."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 2)])
+
+    def forward(self, value: Tensor, task: int = 0) -> Tensor:
+        for block in self.trunk:
+            value = block(value).tanh()
+            if self.fails:
+                value.register_hook(lambda _: 1 // 0)
+        return self.heads[task](value)
+
+
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +303,25 @@ def backward_twice(network: Any) -> list[Any]:
     loss.backward(retain_graph=True)
     loss.backward()
     return [inputs.grad]
+
+
+def train_tasks_in_turn(network: Any) -> None:
+    """Each backward reaches one head; gradients of the others stay as they are."""
+    for task in (0, 1, 0):
+        network(x(3), task).square().sum().backward()
+
+
+def clear_after_a_failure(network: Any) -> None:
+    """What fairseq does when a backward has no memory left."""
+    optimizer = torch.optim.SGD(network.parameters())
+    back(network)
+    Tasks.fails = True
+    loss = network(x(3)).sum()
+    Tasks.fails = False
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    optimizer.zero_grad()
+    back(network)
 
 
 def ask_autograd(network: Any) -> list[Any]:
@@ -418,6 +472,9 @@ ROWS = {
     "two forwards before a backward": Row(layers, forward_twice, tolerance=0),
     "a graph that is kept": Row(layers, backward_twice),
     "a graph that is kept, microbatches": Row(layers, backward_twice, {"num_microbatches": 3}, 1e-5),
+    "tasks in turn": Row(Tasks, train_tasks_in_turn, {"layers": ["trunk"]}, 0),
+    "tasks in turn, heads in a slice": Row(Tasks, train_tasks_in_turn, {"layers": ["trunk", "heads"]}, 0),
+    "a failed backward, cleared": Row(Tasks, clear_after_a_failure, {"layers": ["trunk"]}, 0),
     "torch.autograd.grad": Row(layers, ask_autograd, tolerance=0),
     "integer inputs": Row(
         lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3)),
@@ -458,6 +515,7 @@ ROWS = {
     # With an optimizer.
     "RMSprop": Row(layers, trained(torch.optim.RMSprop)),
     "Adagrad": Row(layers, trained(torch.optim.Adagrad)),
+    "states from the beginning": Row(layers, trained(Signs)),
     "NAdam": Row(layers, trained(torch.optim.NAdam)),
     "AdamW that maximizes": Row(layers, trained(groups=MAXIMIZE)),
     "SGD that maximizes": Row(layers, trained(torch.optim.SGD, MAXIMIZE)),

@@ -42,17 +42,8 @@ LOOKS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_who_looks_at_weights_waits_for_their_updates(
-    look: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also another optimizer, which would go on with those from before the step."""
-    layers = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
-    model = OffloadModel(layers, torch.device("cpu"), num_slices=2, dtype=dtype)
-    model.model_slices[0].dtype = dtype or torch.float32  # type: ignore[assignment]
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.5, num_threads=1)
-    held = list(model.parameters())
+def hold_updates(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, list[int]]:
+    """Let updates wait until somebody is seen to wait for them; return that event, and the slices that are updated."""
     somebody_waits, updated = Event(), list[int]()
     update, wait = module._update, Slice.wait_for_updates
 
@@ -66,16 +57,48 @@ def test_who_looks_at_weights_waits_for_their_updates(
             somebody_waits.set()
         wait(piece)
 
-    before = [parameter.detach().clone() for parameter in held]
     monkeypatch.setattr(module, "_update", held_up)
+    monkeypatch.setattr(Slice, "wait_for_updates", seen)
+    return somebody_waits, updated
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_who_looks_at_weights_waits_for_their_updates(
+    look: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also another optimizer, which would go on with those from before the step."""
+    layers = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    model = OffloadModel(layers, torch.device("cpu"), num_slices=2, dtype=dtype)
+    model.model_slices[0].dtype = dtype or torch.float32  # type: ignore[assignment]
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.5, num_threads=1)
+    held = list(model.parameters())
+    before = [parameter.detach().clone() for parameter in held]
+    model(torch.ones(2, 6, dtype=dtype)).sum().backward()
+    somebody_waits, updated = hold_updates(monkeypatch)
     try:
-        model(torch.ones(2, 6, dtype=dtype)).sum().backward()
         optimizer.step()
         assert not updated
-        monkeypatch.setattr(Slice, "wait_for_updates", seen)
         kept = LOOKS[look](model, optimizer, held)
         assert len(updated) == 2
     finally:
         somebody_waits.set()
     assert not any(torch.equal(parameter, old) for parameter, old in zip(held, before, strict=True))
     del kept
+
+
+def test_an_update_keeps_the_learning_rate_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no forward comes before the next step, as with gradients from elsewhere."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = OffloadOptimizer(OffloadModel([layer], "cpu"), torch.optim.SGD, lr=0.5, num_threads=1)
+    nn.init.zeros_(layer.weight)
+    somebody_waits, updated = hold_updates(monkeypatch)
+    try:
+        for rate in (0.5, 0.25):
+            optimizer.param_groups[0]["lr"] = rate
+            layer.weight.grad = torch.ones(1, 1)
+            optimizer.step()
+        optimizer.state_dict()  # waits
+    finally:
+        somebody_waits.set()
+    assert (updated, layer.weight.item()) == ([0, 0], -0.75)

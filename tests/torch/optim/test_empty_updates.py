@@ -58,6 +58,36 @@ def test_over_a_pipeline_every_rank_says_so(config: dict[str, Any]) -> None:
     optimizer.step()
 
 
+class Weighing(nn.Module):
+    """A loss with a weight of its own, as for several tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss / self.weight.square().sum()
+
+
+@on_ranks(2)
+def test_over_a_pipeline_what_is_not_in_the_model_cannot_be_trained() -> None:
+    # The last rank trained it, and the first kept the old values.
+    model, _ = make({"pipeline_parallel_degree": 2, "microbatches": 2})
+    weighing, frozen = Weighing(), nn.Parameter(torch.ones(3), requires_grad=False)
+    parameters = [*model.parameters(), frozen, *weighing.parameters()]
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+
+    @smp.step
+    def weighing_step(model: Any, x: torch.Tensor) -> None:
+        model.backward(weighing(model(x).square().mean()))
+
+    weighing_step(model, X)
+    with pytest.raises(UsageError, match=r"trains a parameter of shape \[2\] that is not in the model"):
+        optimizer.step()
+    weighing.requires_grad_(False)
+    optimizer.step()
+
+
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("case", ["accumulation", "by hand", "no passes", "evaluation", "no_grad", "frozen", "others"])
 def test_an_update_that_is_empty_on_purpose_goes_on(case: str) -> None:

@@ -114,6 +114,10 @@ def test_trap_11_a_plain_state_dict_loads_before_and_after_partitioning(plain: d
         model.load_state_dict(plain)
         with pytest.raises(UsageError, match="missing"):
             model.load_state_dict({"head.weight": torch.zeros(6, 6)})
+        # Each rank said that all of the others' was missing, and nothing of what does not fit.
+        loaded = model.load_state_dict({"head.weight": plain["head.weight"], "old": torch.zeros(1)}, strict=False)
+        assert loaded.missing_keys == [name for name in plain if name != "head.weight"]
+        assert loaded.unexpected_keys == ["old"]
         partial = model.local_state_dict()
         model.load_state_dict(partial)
         model.load_state_dict(partial, same_partition_load=True)

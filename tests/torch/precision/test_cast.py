@@ -147,6 +147,20 @@ def test_what_would_be_scaled_wrongly_is_refused() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_optimizer_takes_no_step_when_another_one_has_the_scale(precision: str) -> None:
+    # Its gradients were divided by its own scale, clipped to a norm of 0, and its masters overwrote loaded weights.
+    smp.init({precision: True})
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = smp.DistributedModel(module)
+    halves = [torch.optim.SGD(half.parameters(), lr=0.5) for half in module]
+    first, last = [smp.DistributedOptimizer(each, static_loss_scale=128.0) for each in halves]
+    model.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(UsageError, match="this is not the optimizer that was wrapped last"):
+        first.step()
+    last.step()
+
+
 def test_clipping_is_by_the_norm_without_the_scale() -> None:
     model, optimizer = begin(nn.Linear(2, 1), dynamic_loss_scale=True, init_scale=128.0)
     weight, bias = model.parameters()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from smpkit.errors import UsageError
 from smpkit.torch.recompute.torch_checkpoint import _module_and_name, patch_torch_checkpoint
@@ -78,6 +78,35 @@ def test_other_shapes_are_an_error_unless_nobody_shall_compare(
 def test_debug_says_that_it_does_nothing() -> None:
     with pytest.warns(UserWarning, match=r"debug=True of torch.utils.checkpoint has no effect"):
         checkpoint(torch.sin, torch.randn(BATCH, requires_grad=True), use_reentrant=False, debug=True).sum().backward()
+
+
+def in_segments(layers: nn.Sequential, x: Tensor) -> Tensor:
+    return checkpoint_sequential(layers, 2, x, use_reentrant=False)
+
+
+def in_a_closure(layers: nn.Sequential, x: Tensor) -> Tensor:
+    """As torchvision's DenseNet and the ResNets of OpenMMLab do."""
+
+    def closure(x: Tensor) -> Tensor:
+        return layers(x)
+
+    return checkpoint(closure, x, use_reentrant=True)
+
+
+def with_a_default(layers: nn.Sequential, x: Tensor) -> Tensor:
+    return checkpoint(lambda x, layers=layers: layers(x), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("call", [in_segments, in_a_closure, with_a_default])
+def test_norms_that_a_function_calls_count_a_batch_once(call: Any) -> None:
+    found = []
+    for run in (nn.Sequential.__call__, call):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)])
+        for _ in range(2):
+            run(layers, torch.randn(BATCH, WIDTH, requires_grad=True)).square().sum().backward()
+        found.append([*layers.buffers(), *[each.grad for each in layers.parameters()]])
+    assert all(map(torch.equal, *found))
 
 
 LAYER = nn.Linear(2, 2)

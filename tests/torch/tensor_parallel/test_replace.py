@@ -74,6 +74,14 @@ def replace_in_models() -> None:
     smp.set_tensor_parallelism(part[1], enabled=False)
     assert [type(each) for each in distribute(part)] == [DistributedLinear, nn.Linear, DistributedLinear]
 
+    # Hooks were lost with the modules, and normed weights could not be translated.
+    normed = distribute(marked(nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 4)))))
+    assert [type(each) for each in normed] == [DistributedLinear, nn.Linear]
+    hooked: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    hooked[0].register_forward_hook(lambda _module, _args, out: 2 * out)
+    hooked[1].weight.register_hook(lambda gradient: 2 * gradient)
+    assert [type(each) for each in distribute(marked(hooked))] == [nn.Linear, nn.Linear, DistributedLinear]
+
     root = distribute(marked(nn.Embedding(6, 4)))
     assert isinstance(root, DistributedEmbedding)
 
@@ -102,6 +110,8 @@ def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None
     assert "Tensor parallelism over 2 ranks: 1 Linear -> DistributedLinear." in text
     assert "not distributed: Embedding `embedding`: it shares the weight `embedding.weight` with another module" in text
     assert "not distributed: Linear `0`: in_features 3 is not divisible by tensor_parallel_degree 2" in text
+    assert "not distributed: Linear `0`: a hook was registered on it" in text
+    assert "not distributed: Linear `1`: a hook was registered on its `weight`" in text
     assert "nothing is distributed: create the model under smp.tensor_parallelism()" in text
     assert "no distributed module has an argument `no_such_argument`: it has no effect" in text
 
@@ -352,8 +362,18 @@ def checkpointing_of_before() -> None:
         smp.DistributedModel(marked(module))
 
 
+def hooks_of_before() -> None:
+    start()
+    module: Any = DIVISIBLE["Llama"].build()
+    module.model.embed_tokens.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(UsageError, match=r"a hook was registered on `model\.embed_tokens\.weight`, which tensor"):
+        smp.DistributedModel(marked(module))
+    smp.shutdown()
+
+
 @on_ranks(2)
 def test_what_was_set_before_wrapping_is_refused_where_modules_are_replaced() -> None:
+    hooks_of_before()
     optimizers_of_before()
     checkpointing_of_before()
 
