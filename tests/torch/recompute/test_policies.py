@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import smpkit
-import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.testing import EmulatedLink
 from smpkit.torch.core import devices, offloader
@@ -248,15 +247,13 @@ def test_without_room_on_the_host_must_is_refused_and_others_stay() -> None:
         model(batch())
 
 
-@pytest.mark.usefixtures("world")
 def test_without_an_engine_must_is_refused_and_others_stay_with_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offloader.KEEPING, "_warned", frozenset())
-    smp.init({})
-    model = smp.DistributedModel(Model(MUST))
+    smpkit.offload_activations(Model(MUST)).close()  # torch's checkpoint stays ours, as in a pipeline
     with pytest.raises(UsageError, match="nothing offloads here"):
-        model(batch())
+        Model(MUST)(batch())
     with caplog.at_level(logging.WARNING, "smpkit"):
         assert same(trained(Model(PREFER))[0], trained(Model(SAVE))[0])
     (line,) = caplog.messages
