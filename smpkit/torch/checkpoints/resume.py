@@ -6,10 +6,11 @@ checkpoint among them and compare each once with its size and checksum; then eac
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_opti
 from smpkit.torch.checkpoints.objects import archive_corruption, read_file
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
+from smpkit.torch.core.announce import announce
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.rendezvous import name_ranks
@@ -172,11 +174,21 @@ class _Choice:
             if damage is None:
                 if skipped:
                     _warn(self.folder, name, skipped)
+                elif state.rank == 0 and self.partial:
+                    self._say_if_older(common[:2])
                 return name, missing
             damaged[name] = skipped[name] = damage
         if damaged:
             raise _none_usable(self.folder, damaged)
         raise CheckpointError(f"there is no complete checkpoint in {self.folder}", hint="ask smp.latest_checkpoint")
+
+    def _say_if_older(self, names: Sequence[str]) -> None:
+        """Say that the first was saved before the second: somebody goes back, or a save was killed before `newest`."""
+        with contextlib.suppress(CheckpointError):
+            orders = [files.read_index(self.folder / name).order for name in names]
+            if orders != sorted(orders, reverse=True):
+                one, other = names
+                announce([f"Resuming from `{one}`, which `{files.NEWEST}` names; `{other}` was saved later."])
 
     def _saves(self) -> _Saves:
         """Return the checkpoints of this file system, the newest first, with their saves; what is damaged; `newest`."""

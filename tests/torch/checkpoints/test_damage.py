@@ -188,6 +188,16 @@ def test_a_fault_of_the_machine_is_no_damage(
                 latest_checkpoint(saved)
 
 
+def test_going_back_is_said(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where nobody goes back: a save may have been killed before it was named."""
+    with caplog.at_level("INFO"):
+        assert resume_from_checkpoint(saved)["step"] == 2
+        assert "was saved later" not in caplog.text
+        (saved / "newest").write_text("one_partial\n")
+        assert resume_from_checkpoint(saved)["step"] == 1
+    assert "Resuming from `one_partial`, which `newest` names; `two_partial` was saved later." in caplog.text
+
+
 def test_a_system_that_tells_no_cores_resumes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert resume_from_checkpoint(saved)["step"] == 2

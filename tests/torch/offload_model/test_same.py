@@ -66,7 +66,7 @@ class Signs(torch.optim.Optimizer):
                 self.state[each]["total"] = torch.zeros_like(each)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
