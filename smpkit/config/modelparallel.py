@@ -73,7 +73,7 @@ class ModelParallelConfig(Section):
     pipeline_parallel_degree: int = Field(default=1, ge=1)
     """How many pipeline ranks the model is cut over."""
 
-    microbatches: int = Field(default=1, ge=1)
+    microbatches: int = Field(default=1, ge=1, le=4096)
     """How many microbatches a batch is split into; must divide the batch size. 1: no pipelining."""
 
     virtual_pipeline_degree: int = Field(default=1, ge=1)

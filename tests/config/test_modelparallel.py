@@ -130,6 +130,7 @@ def test_trap_1_alias_conflict_raises_even_across_sources() -> None:
         ("microbatches", "4"),
         ("microbatches", 4.0),
         ("microbatches", None),
+        ("microbatches", 4097),
         ("ddp", 1),
         ("ddp", "True"),
         ("fp16", 0),
