@@ -65,7 +65,7 @@ NOT_BUILT = [
     # They take pictures, sound or hidden states.
     *("deepseek_ocr2_encoder", "dots3_note_vision_encoder", "ernie4_5_vl_moe_vision", "gemma4_vision"),
     *("higgs_audio_v2", "llama4_vision_model", "muse_glimmer_assistant", "muse_glimmer_vision"),
-    *("qwen3_omni_moe_talker_code_predictor", "t5_gemma_module", "voxtral_realtime_text"),
+    *("qwen3_omni_moe_talker_code_predictor", "t5_gemma_module", "t5gemma2_decoder", "voxtral_realtime_text"),
     # They need sections of rotary positions.
     *("cosmos3_edge_text", "glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text", "neomme"),
     *("paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
