@@ -337,6 +337,8 @@ WITH_PLANS: dict[str, Case] = {
     "Qwen3": divisible("Qwen3", head_dim=8),
     "Apertus": divisible("Apertus"),
     "Phi": divisible("Phi"),
+    "normed Phi": divisible("Phi", qk_layernorm=True),  # as Glm4Moe, with norms of queries that its plan does not name
+    "Glm4Moe": divisible("Glm4Moe", head_dim=8, use_qk_norm=True, first_k_dense_replace=2),
     "Phi3": divisible("Phi3"),
     "GPTNeoX": divisible("GPTNeoX", rotary_pct=0.5),
     "sequential GPTNeoX": divisible("GPTNeoX", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5),
@@ -376,9 +378,10 @@ PARTLY_DIVIDED: dict[str, Case] = {
         "Llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3, head_dim=8
     ),
     "Doge": divisible("Doge"),
+    "normed Cohere": divisible("Cohere", use_qk_norm=True),
 }
 """What mixes positions is whole on each of two ranks: linear attention, heads that they do not divide, masks that heads
-share."""
+share, norms with weights for each head."""
 
 # --- torchvision and timm ---------------------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ FEW = [
     ("Qwen3", SHARED),
     ("Llama", OWN_FOR_MEMORY),
     ("Phi3", OWN),
+    ("normed Phi", SHARED),
+    ("Glm4Moe", OWN),
     ("Apertus", SHARED),  # its activations are trained
     ("Mixtral", SHARED),
     ("MiMoV2Flash", SHARED),

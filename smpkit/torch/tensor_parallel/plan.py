@@ -8,7 +8,7 @@ layers are whole and equal on all ranks, and each divided layer begins or ends a
              (gradients of the ranks add up)
 
 A layer that is computed on all ranks alike has its whole gradient on each of them. One that sees the heads of its rank
-only (a norm of queries) has a part of it, and the plan says so: `replicated_with_grad_allreduce`.
+only (a norm of queries) has a part of it: the plan names it `replicated_with_grad_allreduce`, or its place shows it.
 
 Where each rank brings samples of its own, the model that runs the layers gathers its *inputs* (tokens and masks, a few
 bytes per position) and returns this rank's samples: in between, all ranks compute on the samples of all of them.
@@ -78,8 +78,6 @@ _EXPERTS: Final = ("moe_tp_experts", "all_reduce")
 """Styles of modules that multiply with bare parameters of theirs, which are divided: results are summed."""
 _ADDS_UP: Final = "replicated_with_grad_allreduce"
 _WHOLE: Final = ("replicate", "local_params", _ADDS_UP)
-_ACTIVATION: Final = "act_fn"
-"""A trained activation (Apertus) sees the features of this rank, and plans do not name it."""
 _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 """`embedding_rowwise` is served for the word embedding only."""
 
@@ -123,6 +121,26 @@ class _Group:
         ends = [not each.division.by_output for each in self.members if each.division is not None]
         return sum(ends) == 1 < len(ends) and not any(each.style in _EXPERTS for each in self.members)
 
+    def unnamed_inside(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield norms and trained activations between divided layers that the plan does not name, with their names.
+
+        They lie beside a layer that makes heads or features of this rank. One that is as wide as what such a layer
+        takes lies before it (in latent attention, say), and sees whole values.
+        """
+        named = {each.target for each in self.members}
+        widths: dict[nn.Module, set[int]] = {}
+        for each in self.members:
+            if each.division is not None and each.division.by_output and not each.division.whole_outside:
+                weight = getattr(each.target, "weight", each.target)
+                widths.setdefault(each.owner, set()).add(weight.shape[-1])
+        for owner, taken in widths.items():
+            for name, module in owner.named_children():
+                shapes = [parameter.shape for parameter in module.parameters()]
+                is_vector = all(len(shape) == 1 for shape in shapes)
+                is_inside = bool(shapes) and taken.isdisjoint(shape[-1] for shape in shapes)
+                if is_inside and module not in named and (is_vector or _is_norm(module)):
+                    yield name, module
+
 
 def has_tp_plan(module: nn.Module) -> bool:
     """Tell whether a module is a Hugging Face model that says how it can be divided."""
@@ -162,9 +180,9 @@ def apply_tp_plan(root: nn.Module) -> None:
     if state.tp_size == 1:
         return
     named = _named_by_plan(root)
+    _refuse_unknown_styles(root, named)
     vocabulary = divide_vocabulary(root, {each.target: each.style for each in named if not each.is_excepted})
     named = [each for each in named if each.target not in vocabulary]
-    _refuse_unknown_styles(root, named)
     undivided: dict[str, str] = {}
     groups = [*_divisible_groups(root, named, undivided)]
     stacks = sorted({group.stack for group in groups})
@@ -174,11 +192,11 @@ def apply_tp_plan(root: nn.Module) -> None:
         for stack in stacks:
             _divide_stack(root, stack, [group.name for group in groups if group.stack == stack and group.is_block])
     for group in groups:
+        inside = [*group.unnamed_inside()]  # before their neighbours are divided
         for each in group.members:
             _divide(each)
-        for name, module in root.get_submodule(group.name).named_modules():
-            if name.endswith(_ACTIVATION):
-                _mark_whole(module, adds_up=True)
+        for _, module in inside:
+            _mark_whole(module, adds_up=True)
     if state.rank == 0 and undivided:
         listed = "; ".join(f"`{name}`: {why}" for name, why in undivided.items())
         _log.info("%s: not divided over tensor-parallel ranks: %s", type(root).__name__, listed)
@@ -195,11 +213,11 @@ def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
     for each in named:
         is_known = each.style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
         is_elsewhere = each.style == "embedding_rowwise" and _stack_of(root, each.name) is not None
-        if not is_known or is_elsewhere:
+        if (not is_known or is_elsewhere) and not each.is_excepted:
             raise UnsupportedError(
                 f"the plan of {type(root).__name__} divides `{_generic(each.name)}` by the style `{each.style}`, which"
                 " smpkit does not know there",
-                hint="except the model with smp.set_tensor_parallelism(module, enabled=False)",
+                hint="except the model, or this part, with smp.set_tensor_parallelism(module, enabled=False)",
             )
 
 
@@ -214,7 +232,7 @@ def _divisible_groups(root: nn.Module, named: list[_Named], undivided: dict[str,
         elif each.division is not None:
             undivided[_generic(each.name)] = "it lies outside of lists of layers"
     for group in groups.values():
-        why = next(filter(None, map(_why_undivided, group.members)), None)
+        why = next(filter(None, [*map(_why_undivided, group.members), _why_heads_differ(group)]), None)
         if why is None:
             yield group
         else:
@@ -298,6 +316,17 @@ def _why_heads_are_indivisible(attention: Any, name: str, layer: nn.Linear) -> s
     if kv_heads is not None and kv_heads % state.tp_size and state.tp_size % kv_heads:
         return f"its {kv_heads} key and value heads are neither divided by {state.tp_size} ranks nor divide them"
     return None
+
+
+def _why_heads_differ(group: _Group) -> str | None:
+    """Return what has weights of its own for each head (Cohere's norms of queries); None if nothing has."""
+    rows = (name for name, module in group.unnamed_inside() if any(each.dim() > 1 for each in module.parameters()))
+    name = next(rows, None)
+    return None if name is None else f"`{name}` has weights of its own for each head"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
 
 
 # --- dividing ---------------------------------------------------------------------------------------------------------
@@ -557,8 +586,7 @@ def _divide_stack(root: nn.Module, stack: str, blocks: list[str]) -> None:
     layers: Any = root.get_submodule(stack)
     for name, module in layers.named_modules(prefix=stack):
         has_own = next(module.parameters(recurse=False), None) is not None
-        is_norm = "norm" in type(module).__name__.lower()
-        if has_own and not is_norm and not any(f"{name}.".startswith(f"{block}.") for block in blocks):
+        if has_own and not _is_norm(module) and not any(f"{name}.".startswith(f"{block}.") for block in blocks):
             raise UnsupportedError(
                 f"{type(root).__name__}: `optimize: memory` divides what lies between the layers of `{stack}`, but"
                 f" `{name}` is not in a block that tensor parallelism divides, and may need all of it",

@@ -83,8 +83,9 @@ def _head_of(root: Any) -> Any:
 
 
 def _is_plain_embedding(module: Any) -> bool:
-    # A module inside it, as Inkling's norm, would see the rows of one rank only.
-    is_plain = isinstance(module, nn.Embedding) and module.max_norm is None and not [*module.children()]
+    # What is trained beside the table (Inkling's norm, a vector of T5Gemma2) has no rows to divide.
+    trained = [name for name, _ in module.named_parameters()] if isinstance(module, nn.Embedding) else []
+    is_plain = trained == ["weight"] and module.max_norm is None
     return is_plain and not module.scale_grad_by_freq and not module.sparse and _has_rows_for_all(module.num_embeddings)
 
 

@@ -114,6 +114,13 @@ def refusals() -> None:
     unknown = fresh()
     unknown._tp_plan = {**unknown._tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
     refused(unknown, r"divides `model\.layers\.\*\.mlp\.up_proj` by the style `diagonal`", optimize="speed")
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": "speed"})
+    smp.set_tensor_parallelism(unknown)
+    for layer in unknown.model.layers:
+        smp.set_tensor_parallelism(layer.mlp.up_proj, enabled=False)
+    smp.DistributedModel(unknown)
+    assert unknown.model.layers[0].mlp.up_proj.weight.shape == (24, 16)
+    smp.shutdown()
 
 
 def test_every_style_of_transformers_is_known() -> None:
@@ -166,27 +173,47 @@ class NormedEmbedding(nn.Embedding):
         return self.norm(super().forward(indices))
 
 
-def modules_inside_an_embedding() -> None:
-    torch.manual_seed(7)
-    embedding = NormedEmbedding().double()
-    plain, module = fresh(), fresh()
-    for each in (plain, module):
-        each.model.embed_tokens = copy.deepcopy(embedding)
-    model = wrapped(module, prescaled_batch=True)
+class EmbeddingOfPictures(nn.Embedding):
+    """As T5Gemma2 has it: one token's vector is a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, 16)
+        self.end_of_image = nn.Parameter(torch.ones(16))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return torch.where(indices.unsqueeze(-1) == 5, self.end_of_image, super().forward(indices))
+
+
+def embeddings_with_more_than_a_table() -> None:
     tokens, *_ = samples()
-    torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
-    smp.shutdown()
+    for kind in (NormedEmbedding, EmbeddingOfPictures):
+        torch.manual_seed(7)
+        embedding = kind().double()
+        plain, module = fresh(), fresh()
+        for each in (plain, module):
+            each.model.embed_tokens = copy.deepcopy(embedding)
+        model = wrapped(module, prescaled_batch=True)
+        torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+        smp.shutdown()
 
 
 CASES = (
     *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed, indivisible),
-    modules_inside_an_embedding,
+    embeddings_with_more_than_a_table,
 )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_divided_by_its_own_plan(case: Callable[[], None]) -> None:
     run_ranks(case, 2)
+
+
+def test_norms_of_latent_attention_see_whole_values() -> None:
+    """They are as wide as what the divided projections behind them take; norms of queries are not."""
+    attention: Any = nn.Module()
+    attention.q_a_layernorm, attention.q_b_proj, attention.q_norm = nn.LayerNorm(6), nn.Linear(6, 16), nn.LayerNorm(4)
+    group = plan._Group("", "", [plan._Named("q_b_proj", "colwise", attention, attention.q_b_proj)])
+    assert [name for name, _ in group.unnamed_inside()] == ["q_norm"]
 
 
 def test_losses_are_those_of_hugging_face() -> None:
