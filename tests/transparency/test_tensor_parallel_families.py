@@ -166,6 +166,7 @@ def outcomes(kinds: list[str], way: Way) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", [SHARED, OWN, SHARED_FOR_MEMORY, OWN_FOR_MEMORY], ids=str)
 def test_every_family_trains_as_in_one_process_or_is_refused_by_name(way: Way) -> None:
     kinds = [*families()]
