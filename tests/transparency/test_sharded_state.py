@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -110,18 +111,20 @@ def test_a_second_reduction_adds_to_the_first() -> None:
     same(CASE, SHARDED, like=WHOLE, by=add_without_clearing, tolerance=1e-13)
 
 
-def freeze_in_between(case: Case, way: Way) -> Trace:
-    """Freeze the head for a batch: what is sent is grouped anew then."""
+def freeze_in_between(case: Case, way: Way, set_to_none: bool) -> Trace:
+    """Freeze the head for a batch: what is sent is grouped anew then, and a gradient of 0 moves it by its momentum."""
     with world(way):
         script, outputs = Training(case, way), []
+        vars(script.optimizer)["zero_grad"] = functools.partial(script.optimizer.zero_grad, set_to_none)
         for number in range(len(way.batches)):
             script.model.module.get_submodule("head").requires_grad_(number != 1)
             outputs.append(script.run(number))
         return trace_of(outputs, script.model)
 
 
-def test_parameters_may_be_frozen_and_unfrozen() -> None:
-    same(CASE, SHARDED, like=WHOLE, by=freeze_in_between, tolerance=0)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_parameters_may_be_frozen_and_unfrozen(set_to_none: bool) -> None:
+    same(CASE, SHARDED, like=WHOLE, by=functools.partial(freeze_in_between, set_to_none=set_to_none), tolerance=0)
 
 
 def save() -> dict[str, Any]:

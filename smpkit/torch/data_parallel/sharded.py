@@ -86,6 +86,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
+    _settle_dtypes(module)
     set_shard_attributes(module.parameters())
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):  # torch would take the hook, and never call it
@@ -193,6 +194,20 @@ class ShardedDataParallel(DataParallel):
                 "a step failed, and sharded data parallelism cannot go on after that",
                 hint="resume from a checkpoint in a new process",
             )
+
+
+def _settle_dtypes(module: nn.Module) -> None:
+    """Let `fully_shard` choose the dtypes of gradients while everything is trained.
+
+    Else it does so in the first forward, and for a block that is frozen there it chooses none: once that is unfrozen,
+    its gradients in half precision would meet weights in float32.
+    """
+    frozen = [each for each in module.parameters() if not each.requires_grad]
+    for each in frozen:
+        each.requires_grad_(True)
+    fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
+    for each in frozen:
+        each.requires_grad_(False)
 
 
 def _refuse_hook(name: str, *_: object) -> NoReturn:

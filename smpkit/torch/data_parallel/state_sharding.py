@@ -40,6 +40,8 @@ class Zero1Partition:
         self._unowned: list[nn.Parameter] = []
         self._sources: list[tuple[nn.Parameter, Source]] = []
         """Where the new values of each parameter come from."""
+        self._trained: set[nn.Parameter] = set()
+        """Those that required gradients in a step: an optimizer moves them on while they are frozen, if `grad` is 0."""
         for each in placements:
             if each.owner is None or each.reduce_group is None:
                 continue
@@ -61,5 +63,6 @@ class Zero1Partition:
 
     def broadcast_updated(self) -> None:
         """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
-        updated = [(parameter, source) for parameter, source in self._sources if parameter.requires_grad]
+        self._trained.update(parameter for parameter, _ in self._sources if parameter.requires_grad)
+        updated = [(parameter, source) for parameter, source in self._sources if parameter in self._trained]
         broadcast_tensors(updated, "the updated parameters of another rank")

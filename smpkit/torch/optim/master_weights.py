@@ -14,6 +14,7 @@ adds up. If a gradient of any rank of the model is not finite, all its ranks ski
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -60,13 +61,18 @@ class MasterWeights:
     # --- what is a master of what ----------------------------------------------------------------------------------
 
     def create_missing(self) -> bool:
-        """Make the masters that are missing; return False as long as this rank does not know its part of the model."""
+        """Make the masters that are missing; return False as long as this rank does not know its part of the model.
+
+        One that is frozen has a master if its state is loaded, which would be rounded to the weight's precision.
+        """
         model = state.model
         if model is None or not model.partitioned:
             return False
+        loaded, numbers = (self._pending_state or {}).get("state", {}), itertools.count()
         for group in self._groups:
-            for position, parameter in enumerate(group["params"]):
-                if parameter.dtype == self._dtype and parameter.requires_grad and model.owns(parameter):
+            for position, (parameter, number) in enumerate(zip(group["params"], numbers, strict=False)):
+                trained = parameter.requires_grad or number in loaded
+                if parameter.dtype == self._dtype and trained and model.owns(parameter):
                     group["params"][position] = self._make_master(parameter)
         if self._pending_state is not None:
             values, self._pending_state = self._pending_state, None

@@ -127,3 +127,21 @@ def test_the_state_of_an_optimizer_in_float32_loads() -> None:
     assert job.optimizer.param_groups[0]["lr"] == 0.5
     assert job.optimizer.state[master]["exp_avg"].equal(plain.state[next(module.parameters())]["exp_avg"])
     job.train(range(1))
+
+
+@pytest.mark.usefixtures("world")
+def test_states_of_layers_that_are_frozen_when_they_are_loaded_keep_their_precision() -> None:
+    """Scripts freeze layers at the start, load, and unfreeze those that were trained when it was saved."""
+    job = Job()
+    job.train(range(3))
+    weights = {name: value.clone() for name, value in job.model.state_dict().items()}
+    kept = copy.deepcopy(job.optimizer.state_dict())
+    losses = job.train(range(3, 6))
+    _, masters = job.end()
+    again = Job()
+    again.model.module.requires_grad_(False)
+    again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(kept)
+    again.model.module.requires_grad_(True)
+    assert again.train(range(3, 6)) == losses
+    assert all(master.equal(masters[name]) for name, master in again.end()[1].items())
