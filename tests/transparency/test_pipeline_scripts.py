@@ -221,6 +221,10 @@ def weight_made_by_another(layers: Any, x: Tensor) -> Tensor:
     return torch.func.functional_call(layers[1], {"weight": weight}, (x,))
 
 
+def made_sparse(layers: Any, x: Tensor) -> Tensor:
+    return layers[1](torch.sparse.mm(layers[0](x).to_sparse(), torch.eye(WIDTH, dtype=x.dtype)))
+
+
 def mapped(layers: Any, x: Tensor) -> Tensor:
     return torch.vmap(nn.Sequential(*layers))(x)
 
@@ -265,6 +269,17 @@ def handed_on_in_an_object(layers: Any, x: Tensor) -> Tensor:
     return x
 
 
+class Calling(nn.Linear):
+    """Calls a module that it is given, as x-transformers' attention calls the bias of positions."""
+
+    def forward(self, x: Tensor, other: nn.Module | None = None) -> Tensor:
+        return super().forward(x if other is None else other(x))
+
+
+def handed_on_as_a_module(layers: Any, x: Tensor) -> Tensor:
+    return layers[1](layers[0](x), layers[0])
+
+
 class Nesting(nn.Linear):
     """Returns a tensor of rows of several lengths."""
 
@@ -279,10 +294,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Two(handed_on_in_an_object, Recalling),
         "`add` was called inside a layer on a value that another pipeline",
     ),
+    "module as an argument": (
+        lambda: Two(handed_on_as_a_module, Calling),
+        "`layers.0`, whose weights pipeline rank 0 holds, was called inside a layer, on rank 1",
+    ),
     "nested": (
         lambda: nn.Sequential(Nesting(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
-        "`0` returned a nested tensor, which has no shape",
+        "`0` returned a nested or a sparse tensor",
     ),
+    "sparse": (lambda: Two(made_sparse), "`to_sparse` returned a nested or a sparse tensor"),
     "weight made by another": (lambda: Two(weight_made_by_another), "in a weight's place (torch.func.functional_call)"),
     "mapped": (lambda: Two(mapped), "torch.vmap was called around `layers"),
     "weight": (lambda: Two(weight_changed), "`mul_` changed in place, between"),

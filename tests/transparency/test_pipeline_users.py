@@ -183,6 +183,26 @@ class Filling(Stack):
         return x + gathered[0] + filled.mean(0)
 
 
+class Decoding(Stack):
+    """Goes round its layers, and fills one output from step to step, as decoders with attention do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
+        for step in range(3):
+            x = super().forward(x)
+            outputs[:, step] = x
+        return outputs.mean(1)
+
+
+def summing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Sum losses up in a tensor, as losses of several parts and auxiliary losses are."""
+    loss = torch.tensor(0.0, dtype=x.dtype)
+    for weight in (1.0, 0.5):
+        loss += weight * functional.mse_loss(model(weight * x), y)
+    model.backward(loss)
+    return loss
+
+
 PLACED, EVENLY = Way(pipeline=2, microbatches=2, placement=13), Way(pipeline=2, placement=-1)
 SPLIT = Way(pipeline=4, placement=5, config={"pipeline": "zero_bubble"})
 ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
@@ -198,6 +218,8 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
     "a distribution that a layer returns": (functools.partial(Extending, as_distribution), likelihood_step, EVENLY),
     "fresh tensors that values of layers fill": (Filling, mse_step, EVENLY),
     "fresh tensors, randomly placed": (Filling, mse_step, SPLIT),
+    "a fresh tensor that is filled in a loop over time": (Decoding, mse_step, EVENLY),
+    "a sum of losses that begins with a number": (Stack, summing_step, EVENLY),
     "a scripted layer": (scripted, mse_step, Way(pipeline=2, microbatches=2)),
 }
 

@@ -420,10 +420,10 @@ class Microbatch:
             output = with_strides_of(known, output)
         if not is_one:
             refuse_nonresident(name, output)
-        if known is MISSING and any(tensor.is_nested for tensor in tensors_in(output)):
+        if known is MISSING and any(each.is_nested or each.layout is not torch.strided for each in tensors_in(output)):
             raise UsageError(
-                f"`{name}` returned a nested tensor, which has no shape that other pipeline ranks could know",
-                hint="make it and use it in one torch.nn.Module, or return its values and offsets",
+                f"`{name}` returned a nested or a sparse tensor, whose layout other pipeline ranks cannot know",
+                hint="make it and use it in one torch.nn.Module, or return its values and offsets or indices",
             )
         parts = output if is_one else opened(output)
         stage_tensors = map_tensors(

@@ -43,6 +43,7 @@ from smpkit.torch.core.tensor_spec import (
     map_tensors,
     permute_to_memory,
     spec_of_unwrapped,
+    tensors_in,
     version_of,
 )
 from smpkit.torch.core.tree import children, map_leaves, rebuild
@@ -326,7 +327,9 @@ def infer_output(
             with FakeTensorMode(allow_non_fake_inputs=True):
                 args, kwargs = map_tensors(fake, (args, kwargs))
                 output = function(*args, **kwargs)
-        return MISSING if any(map(version_of, fakes.values())) else map_tensors(spec_of_unwrapped, output)
+        if any(map(version_of, fakes.values())) or any(each.layout is not torch.strided for each in tensors_in(output)):
+            return MISSING
+        return map_tensors(spec_of_unwrapped, output)
     except Exception:
         # A result whose shape depends on data, or an operation that is wrong: its owner will say so.
         return MISSING

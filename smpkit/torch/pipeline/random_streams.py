@@ -45,7 +45,7 @@ DRAWING: Final = frozenset(
 
 _FACTORIES: Final = frozenset(
     {
-        *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
+        *("tensor", "zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
         *("new_zeros", "new_ones", "new_empty", "new_full"),
     }
 )

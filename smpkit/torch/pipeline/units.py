@@ -207,10 +207,14 @@ class _Call(ModuleCall):
                     call = make_call((name, name, original, args, kwargs, mode, self._closed, False, False))
                     return microbatch.run_on_owner(owner, call)
             if not self.is_here:
+                place, hint = "outside a step", "call it in a function with @smp.step, which all pipeline ranks run"
+                if microbatch is not None:
+                    place = "inside a layer"
+                    hint = "give the layer its result, or make it a child of that layer, too: `layer.child = child`"
                 raise UsageError(
-                    f"`{self._name}`, whose weights pipeline rank {self._owner} holds, was called outside a step, on"
-                    f" rank {state.pp_rank}",
-                    hint="call it in a function with @smp.step, which all pipeline ranks run",
+                    f"`{self._name}`, whose weights pipeline rank {self._owner} holds, was called {place}, on rank"
+                    f" {state.pp_rank}",
+                    hint=hint,
                 )
             if self._is_nested:
                 return original(*args, **kwargs)
