@@ -17,7 +17,7 @@ from smpkit.torch.data_parallel.state_sharding import Zero1Partition
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
-from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.placement.shards import is_tp_shard, shard_of
 from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import StaticLossScaler, loss_scaler_of
 from smpkit.torch.recording.recorder import timed_optimizer
@@ -33,6 +33,9 @@ from smpkit.torch.state_dict import (
     to_shards,
 )
 from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
+
+_OF_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon)
+"""Rules of torch in which the update of an element depends on its row, its column or its whole matrix."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -169,6 +172,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "LBFGS looks at all parameters at once, but a rank of a pipeline, of tensor parallelism or with"
                 " shard_optimizer_state has some of them",
                 hint="use another optimizer, or degrees of 1 without shard_optimizer_state",
+            )
+        if isinstance(self.optimizer, _OF_MATRICES) and any(map(is_tp_shard, self._model_parameters())):
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} looks at whole matrices, of which a rank of tensor parallelism has"
+                " pieces",
+                hint="use another optimizer, or tensor_parallel_degree 1",
             )
         with contextlib.nullcontext() if zero1 is None else zero1.hide_unowned_gradients():
             if self.masters is not None:

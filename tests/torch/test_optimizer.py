@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
+from tests.torch.steps import on_ranks
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -194,3 +195,17 @@ def test_what_is_no_optimizer_is_refused_by_what_it_lacks() -> None:
 def test_before_init_it_says_what_to_call() -> None:
     with pytest.raises(UsageError, match=r"smp\.init\(\)"):
         smp.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+
+
+@on_ranks(2)
+def test_rules_of_whole_matrices_are_refused_where_a_rank_has_pieces() -> None:
+    """They trained otherwise than in one process."""
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
+    module = nn.Linear(4, 4, bias=False)
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    for rule in (torch.optim.Adafactor, torch.optim.Muon):
+        optimizer = smp.DistributedOptimizer(rule(model.parameters()))
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(UnsupportedError, match=f"{rule.__name__} looks at whole matrices"):
+            optimizer.step()
