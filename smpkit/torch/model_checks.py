@@ -115,9 +115,14 @@ def refuse_gradients_beyond_step(step: str, arguments: object) -> None:
 
 
 def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse to train, beside a pipeline, what is not in the model: ranks that do not use it would keep old values."""
+    """Refuse to train, beside a pipeline, what is not in the model: ranks that do not use it would keep old values.
+
+    What is wider than parameters of the model may be masters of the script's own.
+    """
     for each in parameters:
         if each.requires_grad and each not in placement:
+            if any(known.parameter.dtype.itemsize < each.dtype.itemsize for known in placement):
+                return
             raise UsageError(
                 f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model, and a pipeline"
                 " would train it on one of its ranks only",

@@ -108,7 +108,7 @@ def replacement_stubs(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Modu
 
     Replacements have no memory. They give names and sizes, with which checkpoints of other degrees are translated.
     """
-    for each in _Search(root).replaced:
+    for each in _Search(root, minds_hooks=False).replaced:  # a model that trains has hooks of smpkit's own
         yield each.name, each.module, each.replacement, each.rule
 
 
@@ -169,7 +169,8 @@ class _Search:
         skipped: why a marked module stays as it is, by name.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, minds_hooks: bool = True) -> None:
+        self._minds_hooks = minds_hooks
         self.replaced: list[_Replaced] = []
         self.planned: dict[str, nn.Module] = {}
         self.skipped: dict[str, str] = {}
@@ -199,7 +200,7 @@ class _Search:
         if rule is None and not has_plan:
             return False
         tied = self._why_tied(module)
-        reason = _why_excepted(module) or tied or _why_hooked(module)
+        reason = _why_excepted(module) or tied or (_why_hooked(module) if self._minds_hooks else None)
         if reason is None and rule is not None:
             try:
                 reason = rule.refusal(module) if rule.refusal is not None else None
