@@ -224,7 +224,7 @@ def test_no_rank_holds_the_model_while_saving(tmp_path: Path) -> None:
         lambda: smp.save_checkpoint(tmp_path, "parts"),
     ):
         whole = 16 * 1024 * 1024 * 4  # a tensor is a sixteenth, this rank's part a half
-        assert growth(save) < whole * 3 / 8  # 16 MiB are gathered at a time, which is a quarter, and a tensor
+        assert growth(save) < whole / 4
 
 
 def test_an_index_names_no_file_outside_its_folder(tmp_path: Path) -> None:

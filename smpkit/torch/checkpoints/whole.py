@@ -31,7 +31,7 @@ from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
 _ALIGNMENT = 64
 """Of the tensors in a scratch file, in bytes."""
-_GATHERED_BYTES = 16 << 20
+_GATHERED_BYTES = 8 << 20
 """Of tensors that are gathered before rank 0 takes them, or fewer and one large tensor."""
 Take: TypeAlias = Callable[[str, Any, Callable[[], None]], object]
 """Takes a name and a value, and calls the function again and again while it writes; see `work_together`."""
