@@ -98,6 +98,7 @@ class Aws:
 
     def __init__(self) -> None:
         self.script, self.clock, self.page_events = Script(), FakeClock(), 10_000
+        self.start: Callable[[dict[str, Any], Script, datetime], Job] = Job
         self.jobs: dict[str, Job] = {}
         self.calls: Counter[str] = Counter()
         self.faults: list[SimpleNamespace] = []
@@ -144,7 +145,7 @@ class Aws:
         if operation == "CreateTrainingJob" and job is not None:
             return reply(request, {"__type": "ResourceInUse", "message": "this name already exists"}, 400)
         if operation == "CreateTrainingJob":
-            job = self.jobs[body["TrainingJobName"]] = Job(body, self.script, now)
+            job = self.jobs[body["TrainingJobName"]] = self.start(body, self.script, now)
         if operation == "ListTags":
             job = next(job for job in self.jobs.values() if job.arn == body["ResourceArn"])
             return reply(request, {"Tags": job.request.get("Tags", [])})

@@ -128,6 +128,8 @@ class JobStatus:
 _PREFIX = re.compile(r"^(?:AlgorithmError|ClientError|InternalServerError|CapacityError)\s*:\s*")
 _SUFFIX = re.compile(r",? exit code: (?P<code>\d+)\s*$")
 _RANK = re.compile(r"^rank (?P<rank>\d+) on (?P<host>\S+), exit (?P<code>\d+)$", re.MULTILINE)
+_ELSEWHERE = re.compile(r"^rank (?P<rank>\d+): (?P<headline>.*)\non (?P<host>\S+); \S+ ended because of it$", re.DOTALL)
+"""What a host leaves that ended because of another one; SageMaker shows the reason of one host."""
 _HINT = re.compile(r"^hint: (?P<hint>.+)$", re.MULTILINE)
 
 _HINTS: Mapping[str, str] = {
@@ -146,7 +148,10 @@ def read_reason(reason: str) -> JobFailure:
     suffix = _SUFFIX.search(text)
     exit_code = int(suffix["code"]) if suffix else None
     body = text[: suffix.start()] if suffix else text
-    place, hint = _RANK.search(body), _HINT.search(body)
+    elsewhere, hint = _ELSEWHERE.search(body), _HINT.search(body)
+    if elsewhere:
+        body = f"{elsewhere['headline']}\nrank {elsewhere['rank']} on {elsewhere['host']}, exit {exit_code or 1}"
+    place = _RANK.search(body)
     lines = [line for line in body.splitlines() if not (_RANK.fullmatch(line) or _HINT.fullmatch(line))]
     # Our launcher writes the exception before the rank's place; what others write says it in the first line.
     if place:

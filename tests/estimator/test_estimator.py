@@ -171,6 +171,13 @@ def test_a_failed_job_raises_with_the_first_failing_ranks_exception(make: MakeEs
     assert caught.value.hint == "choose another size"
 
 
+def test_the_reason_of_another_host_names_the_rank_too(make: MakeEstimator, aws: Aws) -> None:
+    reason = "rank 5: ValueError: boo\nwith 2 lines\non algo-2; algo-1 ended because of it"
+    aws.script = Script(failure=f"AlgorithmError: {reason}, exit code: 1")
+    with pytest.raises(JobError, match=r"failed \(rank 5 on algo-2, exit 1\): ValueError: boo\nwith 2 lines"):
+        make().fit(logs=False)
+
+
 def test_an_interrupt_never_stops_the_job(make: MakeEstimator, aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
     aws.fail("DescribeTrainingJob", KeyboardInterrupt(), after=3)
     estimator = make()
