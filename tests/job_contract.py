@@ -1,7 +1,7 @@
 """What a job looks like wherever it runs: the same commands, answers and exit codes, and the same losses.
 
 The tests of Slurm, Kubernetes, AWS Batch and SageMaker call those of managed jobs, each with its own way to run
-`smpkit`; those of Slurm, Kubernetes, SageMaker, `smpkit run` and `smpkit run --docker`, where ranks are real, the others.
+`smpkit`; where ranks are real, on Slurm, Kubernetes, SageMaker and under `smpkit run`, tests call the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Time a dry run and the packing of 10,000 files beside SageMaker's SDK v2, the two taking turns; print a table.
 
 Run it with the Python of an environment that has both smpkit and SDK v2 (`scripts/test-sdk sdk2` makes one).
-`--startup` times `smpkit --help` against the import of click instead, and needs neither.
+`--startup` times `smpkit --help` against the import of click, and the first line of a job's ranks against torchrun and
+mpirun, instead; it needs torch in place of the SDK.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LIMITS = {"request": 3.0, "pack": 2.0}
 """We must be so many times as fast as the SDK."""
 STARTUP_LIMIT = 2.5
 """`smpkit --help` may take this many times as long as `python -c "import click"`."""
+MPI_SECONDS = 0.7
+"""So much later than under mpirun alone a rank may begin."""
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -62,25 +65,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def startup(runs: int) -> int:
-    """Time the help page, which should come at once, beside Python and click alone; print a table."""
-    script = shutil.which("smpkit", path=str(Path(sys.executable).parent))
+    """Time the help page, which should come at once, and the first line of a rank; print tables."""
+    beside = Path(sys.executable).parent
+    script = shutil.which("smpkit", path=str(beside))
     if script is None:
         sys.exit("error: no `smpkit` beside this Python\nhint: install it first, as with `pip install -e .`")
-    commands = [[sys.executable, "-c", "pass"], [sys.executable, "-c", "import click"], [script, "--help"]]
-    seconds: list[list[float]] = [[], [], []]
+    pages = {
+        '`python -c "pass"`': [sys.executable, "-c", "print()"],
+        '`python -c "import click"`': [sys.executable, "-c", "import click; print()"],
+        "`smpkit --help`": [script, "--help"],
+    }
+    _, click, page = first_lines(pages, runs)
+    ranks = {"`torchrun`": [str(beside / "torchrun"), "--nproc-per-node", "2", "rank.py"]}
+    ranks["`smpkit run`"] = [script, "run", "rank.py", "--ranks", "2"]
+    if mpirun := shutil.which("mpirun"):
+        ranks["`mpirun`"] = [mpirun, "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "rank.py"]
+        ranks["`smpkit run`, over MPI"] = [
+            script,
+            "run",
+            "rank.py",
+            "--ranks",
+            "2",
+            "--set",
+            "distribution.mpi.enabled=true",
+        ]
+    with tempfile.TemporaryDirectory(prefix="smpkit-benchmark-") as folder:
+        Path(folder, "rank.py").write_text("import torch\nprint('a line', flush=True)\n")
+        torchrun, ours, *mpi = first_lines(ranks, max(3, runs // 4), folder, b"a line")
+    seconds = {
+        "help page over click": (page / click, STARTUP_LIMIT),
+        "first line over torchrun": (ours / torchrun, 1.0),
+    }
+    if mpi:
+        seconds["seconds after mpirun"] = (mpi[1] - mpi[0], MPI_SECONDS)
+    for name, (value, limit) in seconds.items():
+        print(f"{name}: **{value:.2f}** (limit {limit})")
+    return 0 if all(value <= limit for value, limit in seconds.values()) else 1
+
+
+def first_lines(
+    commands: dict[str, list[str]], runs: int, folder: str | None = None, text: bytes = b"\n"
+) -> list[float]:
+    """Let commands take turns, print best and median of the time until `text` comes, and return the medians."""
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
     for run in range(runs + 2):
-        for command, times in zip(commands, seconds, strict=True):
+        for name, command in commands.items():
             start = time.perf_counter()
-            # Captured, so that the wait is for the end of a pipe: waiting for a process with a timeout only polls.
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            if run >= 2:  # the first ones fill the disk cache
-                times.append(time.perf_counter() - start)
-    names = ['`python -c "pass"`', '`python -c "import click"`', "`smpkit --help`"]
-    for name, times in zip(names, seconds, strict=True):
+            with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+                assert process.stdout is not None
+                next(line for line in process.stdout if text in line)
+                if run >= 2:  # the first ones fill the disk cache
+                    seconds[name].append(time.perf_counter() - start)
+                process.stdout.read()
+    for name, times in seconds.items():
         print(f"| {name} | {min(times) * 1000:.0f} ms | {statistics.median(times) * 1000:.0f} ms |")
-    ratio = statistics.median(seconds[2]) / statistics.median(seconds[1])
-    print(f"Ratio of the medians: **{ratio:.2f}** (limit {STARTUP_LIMIT})")
-    return 0 if ratio <= STARTUP_LIMIT else 1
+    return [statistics.median(times) for times in seconds.values()]
 
 
 @contextmanager
