@@ -28,7 +28,7 @@ class Commit(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the file to a wheel or an sdist from a clone; an editable install asks git when it is asked."""
-        known = runpy.run_path(str(Path(self.root) / "smpkit/cli/_commit.py"))
+        known = runpy.run_path(str(Path(self.root) / "smpkit/version.py"))
         commit = known["commit_of"](Path(self.root))
         if version == "editable" or commit is None:
             return

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from smpkit.torch.memory import fit
     from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
     from smpkit.torch.offloading import offload_activations
+    from smpkit.version import __version__
     from smpkit_estimator.arguments import FileSystemInput, TrainingInput
     from smpkit_estimator.estimator import Estimator
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Distribution",
@@ -44,6 +43,7 @@ _MODULES = {
     "OffloadModel": "smpkit.torch.offload_model",
     "OffloadOptimizer": "smpkit.torch.offload_model",
     "TrainingInput": "smpkit_estimator.arguments",
+    "__version__": "smpkit.version",
     "fit": "smpkit.torch.memory",
     "offload_activations": "smpkit.torch.offloading",
 }

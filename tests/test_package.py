@@ -19,7 +19,7 @@ from packaging.metadata import Metadata
 from readme_renderer import markdown
 
 from scripts.links import absolute
-from smpkit.cli._commit import FILE, commit
+from smpkit.version import FILE, commit, version_of
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "scripts/constraints.txt"
@@ -86,7 +86,7 @@ def test_a_wheel_holds_the_packages_and_nothing_else(source: Path, wheel: Path) 
         f"{package}/{path.relative_to(source / folder).as_posix()}"
         for folder, package in packages.items()
         for path in (source / folder).rglob("*")
-        if path.is_file()
+        if path.is_file() and path.suffix != ".pyc"
     }
     assert {name for name in held if ".dist-info/" not in name} == wanted | {FILE}
     assert {"smpkit/py.typed", "smpkit_container/Dockerfile", "smpkit_container/install.sh"} <= held
@@ -163,6 +163,24 @@ def test_a_repository_around_smpkit_is_never_asked(tmp_path: Path, monkeypatch: 
 def test_no_git_means_no_commit(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert commit(source) is None
+
+
+# --- the version ------------------------------------------------------------------------------------------------------
+
+
+def test_the_tag_is_the_version_of_a_clone_and_of_what_is_built_from_it(source: Path, tmp_path: Path) -> None:
+    clone = tmp_path / "smpkit"
+    run("git", "clone", "-q", source, clone)
+    assert version_of(clone) == "0.1.0.dev0"
+    run("git", "tag", "v0.3.9", cwd=clone)
+    assert version_of(clone) == "0.3.9"
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=clone)
+    with tarfile.open(tmp_path / "smpkit-0.3.9.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=tmp_path / "smpkit-0.3.9")
+    assert (tmp_path / "smpkit-0.3.9-py3-none-any.whl").is_file()
+    run("git", *IDENTITY, "commit", "-q", "--allow-empty", "-m", "Next", cwd=clone)
+    assert version_of(clone) == "0.3.10.dev1"
 
 
 # --- builds -----------------------------------------------------------------------------------------------------------

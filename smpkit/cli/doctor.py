@@ -12,9 +12,9 @@ import click
 
 import smpkit
 from smpkit.cli import _console
-from smpkit.cli._commit import commit
 from smpkit.cli.options import ACCESS, BackendChoice, backend_options, read_job, refuse
 from smpkit.units import things
+from smpkit.version import commit
 
 _PACKAGES = ("click", "pydantic", "ruamel.yaml", "torch", "boto3")
 _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "yellow")}

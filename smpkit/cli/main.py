@@ -107,7 +107,7 @@ class _Commands(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     if asked:
-        from smpkit.cli._commit import commit
+        from smpkit.version import commit
 
         source = commit()
         click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {source})" if source else ""))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.cli._commit import commit
 from smpkit.cli.main import COMMANDS, cli
 from smpkit.config.schema import MODELS, json_schema
+from smpkit.version import commit
 from tests.cli.conftest import Smpkit, process
 
 HELP = """\
