@@ -115,8 +115,12 @@ class Drawn:
 
     @property
     def counts_batches_once(self) -> bool:
-        """Whether running statistics are right: torch's recomputation counts a batch twice, as the schedule has it."""
-        return self.model == "gpt2" or self.norm != "batch" or self.recompute != "torch"
+        """Whether running statistics are right.
+
+        Torch's recomputation counts a batch twice, as the schedule has it; and how the calls of a layer that is called
+        twice take turns over microbatches is the schedule's, too, which the first step of a job does not have yet.
+        """
+        return self.model == "gpt2" or self.norm != "batch" or (self.recompute != "torch" and not self.repeated)
 
     def same_validation(self, job: Job) -> bool:
         """Tell whether a job's evaluation is that of the reference; running statistics are of a replica's own part."""
@@ -580,7 +584,9 @@ def _job(
     if pipeline == 1:
         for key in ("pipeline", "virtual_pipeline_degree"):
             given.pop(key, None)
-    elif manual:
+    if pipeline == 4:  # the model has too few units
+        given.pop("virtual_pipeline_degree", None)
+    if pipeline > 1 and manual:
         given |= {"auto_partition": False, "default_partition": 0}
     if drawn["sharded_data_parallel_degree"] > 1:
         given["sdp_gradient_clipping"] = 0.5 if clip else 0.0

@@ -8,7 +8,7 @@ of torch's distributed checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -70,6 +70,8 @@ class StateEntry:
         shape: of the whole tensor; None for other values, and for tensors that a file of safetensors cannot hold.
         chunks: the parts of the whole tensor that `value` is.
         holders: the ranks that hold the same.
+        is_trained: whether replicas agree on it. They have running statistics of their own between two steps, and the
+            first replica's are those that go on.
     """
 
     name: str
@@ -77,6 +79,12 @@ class StateEntry:
     shape: tuple[int, ...] | None
     chunks: tuple[Chunk, ...]
     holders: frozenset[int]
+    is_trained: bool = True
+
+    def writers(self, here: Collection[int]) -> frozenset[int]:
+        """Return the ranks that may write it, of those that share a file system."""
+        ranks = self.holders.intersection(here)
+        return ranks if self.is_trained else frozenset(sorted(ranks)[:1])
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +113,8 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
             if value.device.type == "meta":
                 continue  # without memory yet, so without a value
             divisions.setdefault(id(value), division_of(value))
-        entries.append(_entry(f"{MODEL}{name}", value, divisions.get(id(value)), model.placement.of(value).holders))
+        entry = _entry(f"{MODEL}{name}", value, divisions.get(id(value)), model.placement.of(value).holders)
+        entries.append(replace(entry, is_trained=isinstance(value, nn.Parameter)))
     if optimizer is None:
         return entries
     saved = optimizer.local_state_dict(gather_if_shard=False)

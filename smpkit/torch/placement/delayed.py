@@ -148,7 +148,7 @@ def _initialize_own(
         if parameter.is_floating_point():
             parameter.data.fill_(torch.nan)  # what an initialiser leaves out stays NaN, which is checked below
     for initializer in _initializers(root, module, own_only=pieces):
-        with _seeded(seed, name, device):
+        with _seeded(seed, name, device), _keeping_buffers(module):
             initializer()
         if not any(parameter.is_floating_point() and parameter.isnan().any() for parameter in own):
             for parameter, dtype in zip(own, dtypes, strict=True):
@@ -170,6 +170,15 @@ def _initializers(root: nn.Module, module: nn.Module, *, own_only: bool) -> Iter
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         yield reset
+
+
+@contextlib.contextmanager
+def _keeping_buffers(module: nn.Module) -> Iterator[None]:
+    """Keep a module's own buffers: they may hold what was loaded, as BatchNorm's, which `reset_parameters` clears."""
+    kept = [(name, each, each.clone()) for name, each in module._buffers.items() if each is not None]
+    yield
+    for name, buffer, value in kept:
+        module._buffers[name] = buffer.copy_(value)
 
 
 @contextlib.contextmanager

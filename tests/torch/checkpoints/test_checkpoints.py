@@ -75,6 +75,28 @@ def test_a_resumed_job_goes_on_as_if_it_had_not_stopped(before: int, after: int,
     assert index["objects"].keys() == {"optim.param_groups"}
 
 
+def statistics(path: str) -> tuple[list[Any], list[Any]]:
+    """Those of a layer that has seen other samples on each rank, and those that a job resumes with."""
+    found = []
+    for resumes in (False, True):
+        smp.init({"ddp": True})
+        model = smp.DistributedModel(nn.Sequential(*[nn.BatchNorm1d(width) for width in (3, 3, 3)]))
+        if resumes:
+            resume_from_checkpoint(path)
+        else:
+            model(torch.randn(4, 3, generator=torch.Generator().manual_seed(smp.rank()))).sum().backward()
+            save_checkpoint(path, "one")
+        found.append([buffer.tolist() for buffer in model.buffers()])
+        smp.shutdown()
+    return found[0], found[1]
+
+
+def test_running_statistics_are_those_of_the_first_replica(tmp_path: Path) -> None:
+    (first, resumed), (second, resumed_too) = run_ranks(statistics, 2, str(tmp_path))
+    assert first != second
+    assert resumed == resumed_too == first
+
+
 def test_a_full_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
     model, _ = make()
     save_checkpoint(tmp_path, "whole", partial=False, user_content={"step": 7})

@@ -11,6 +11,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.torch.placement.delayed import initialize
 from tests.models import Case, token_step, tokens
 from tests.torch.steps import on_ranks, train_step
 from tests.train import Trace, Way, same, trace_of, training
@@ -117,6 +118,15 @@ class Stubborn(nn.Module):
 
 
 @pytest.mark.usefixtures("world")
+def test_initialising_a_layer_keeps_the_statistics_that_were_loaded() -> None:
+    with smp.delay_param_initialization():
+        norm = nn.BatchNorm1d(3)
+    norm.get_buffer("running_mean").fill_(2.0)
+    initialize(norm, list(norm.parameters()), torch.device("cpu"), seed=0)
+    assert norm.get_buffer("running_mean").tolist() == [2.0, 2.0, 2.0]
+    assert norm.weight.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_module_that_nobody_can_initialise_is_named() -> None:
     smp.init()
     with smp.delay_param_initialization():
