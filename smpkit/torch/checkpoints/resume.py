@@ -294,8 +294,8 @@ def _load_partial(
     if optimizer is not None and index.precision != precision():
         raise CheckpointError(
             f"the checkpoint is of {_trained_in(index.precision)}, but this job has {_trained_in(precision())}",
-            hint="resume in the same precision, or start the optimizer anew with load_optimizer=False, which rounds the"
-            " weights",
+            hint="resume in the same precision, and with sharded data parallelism, whose parts are float32, if the job"
+            " that saved had it; or start the optimizer anew with load_optimizer=False, which rounds the weights",
         )
     content = None
     if names := [name for name in index.files if name.startswith(USER_CONTENT) and (reader.folder / name).is_file()]:
