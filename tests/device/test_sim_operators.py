@@ -121,6 +121,16 @@ def autocast() -> None:
     y.sum().backward()
 
 
+def batch_norm() -> None:
+    torch.manual_seed(0)
+    for training in (True, False):
+        norm, x = nn.BatchNorm1d(4).train(training), torch.randn(8, 4)
+        expected = norm(x)
+        found = copy.deepcopy(norm).to("sim")(x.to("sim"))
+        torch.testing.assert_close(found.cpu(), expected)
+        found.sum().backward()  # no gradient of `x` is asked for
+
+
 def foreach() -> None:
     many = [torch.full((3,), float(i), device="sim") for i in range(3)]
     torch._foreach_add_(many, 1.0)
@@ -231,8 +241,8 @@ def errors() -> None:
 
 
 CHECKS = [
-    arithmetic, trainings, random_numbers, checkpointing, autocast, foreach, views, asked_before, moving, saving,
-    errors,
+    arithmetic, trainings, random_numbers, checkpointing, autocast, batch_norm, foreach, views, asked_before, moving,
+    saving, errors,
 ]  # fmt: skip
 
 
