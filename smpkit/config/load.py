@@ -294,6 +294,11 @@ class _Sources:
         if flag == "--hosts" and self.distribution:
             self._set(("compute", "instance_count"), given, flag)
         elif flag == "--ranks" and self.distribution is not None:
+            script = _get(self.value, ("entry_point",))
+            if isinstance(script, str) and script.endswith(".sh"):
+                message = "starts ranks, and a shell script has none: it runs once on each host"
+                self.problems.append(Problem((), message, f"remove `{flag}`", flag))
+                return
             hosts = _get(self.value, ("compute", "instance_count"))
             hosts = hosts if isinstance(hosts, int) and hosts > 0 else 1
             if given != "null" and int(given) % hosts:
