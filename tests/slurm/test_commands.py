@@ -81,8 +81,10 @@ def test_the_accounting_database_tells_of_jobs_that_the_controller_forgot(folder
         ({"gpus_per_node": "a100:8", "container": "pyxis"}, ["#SBATCH --gpus-per-node=a100:8"]),
         ({"gres": "gpu:8", "container": "pyxis", "qos": "high", "account": "team"}, ["#SBATCH --gres=gpu:8"]),
         ({"container": "apptainer", "memory": "64G"}, ["#SBATCH --mem=64G"]),
+        ({"container": "apptainer", "exclusive": True}, ["#SBATCH --exclusive"]),
+        ({"container": "apptainer", "exclusive": True, "cpus_per_node": 4}, ["#SBATCH --cpus-per-task=4"]),
     ],
-    ids=["gpus", "gres", "memory"],
+    ids=["gpus", "gres", "memory", "all CPUs", "some CPUs"],
 )
 def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[str, Any], wanted: list[str]) -> None:
     """No Slurm is needed for a dry run; GPUs are left to the launcher, which gives each rank one."""
@@ -91,6 +93,7 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
         "entry_point": "train.py",
         "image": "registry.io/team/smpkit:1",
         "compute": {"instance_count": 2},
+        "distribution": {"torch_distributed": {"enabled": True, "processes_per_host": 2}},
         "backend": {"slurm": {"mounts": ["/data"], **slurm}},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
@@ -101,6 +104,9 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
     assert set(wanted) <= set(lines)
     [started] = [shlex.split(line) for line in lines if line.startswith("srun ")]
     assert not [word for word in started if word.startswith("--gpu")]
+    # A step has no more CPUs than `srun` asks for, of an exclusive node, too.
+    cpus = slurm.get("cpus_per_node", None if "exclusive" in slurm else 2)
+    assert [word for word in started if word.startswith("--cpus")] == ([f"--cpus-per-task={cpus}"] if cpus else [])
     if slurm["container"] == "pyxis":
         assert "--container-image=registry.io#team/smpkit:1" in started
         [mounts] = [word for word in started if word.startswith("--container-mounts=")]

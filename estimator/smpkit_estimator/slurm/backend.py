@@ -334,9 +334,10 @@ def _writable(job: JobConfig | None) -> Finding:
 
 def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequence[str]) -> str:
     """Return the script; `around` are more options of `srun`, `command` is what every node runs."""
-    options, nodes = job.backend.slurm, job.compute.instance_count
+    options, nodes, cpus = job.backend.slurm, job.compute.instance_count, _cpus(job)
     srun = [
-        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(job)}"),
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *([] if cpus is None else [f"--cpus-per-task={cpus}"]),
         # A launcher hears from the others why they ended; srun must not kill it meanwhile.
         *("--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"),
         *around,
@@ -373,8 +374,10 @@ def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequ
     )
 
 
-def _cpus(job: JobConfig) -> int:
-    return job.backend.slurm.cpus_per_node or job.distribution.processes_per_host or 1
+def _cpus(job: JobConfig) -> int | None:
+    """Return the CPUs of each node; None leaves them to Slurm, which gives all of a node with `exclusive`."""
+    options = job.backend.slurm
+    return options.cpus_per_node or (None if options.exclusive else job.distribution.processes_per_host)
 
 
 def _sbatch_options(job: JobConfig, run: Path) -> Iterator[str]:
