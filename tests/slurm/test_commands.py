@@ -193,8 +193,10 @@ def test_a_lost_answer_starts_no_second_job(folder: Path, monkeypatch: pytest.Mo
 def test_secrets_are_for_the_hosts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "hush-hush")
     submit = sent(folder, monkeypatch, secrets={"KEY": {"variable": "MY_KEY"}})
-    shown = CliRunner().invoke(cli, [*submit, "--dry-run"]).output
+    login = ["--set", "backend={slurm: {setup: [export HF_TOKEN=hush-hush]}}"]
+    shown = CliRunner().invoke(cli, [*submit, *login, "--dry-run"]).output
     assert '"KEY"' in shown
+    assert "export HF_TOKEN=*********\n" in shown
     assert "hush-hush" not in shown
     assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
     files = [path for path in (folder / "runs").rglob("*") if path.is_file() and "hush-hush" in path.read_text()]

@@ -16,7 +16,7 @@ from typing import Any
 
 from smpkit.config import scheduled as names
 from smpkit.config.backend import Slurm
-from smpkit.config.confidential import HIDDEN, masked
+from smpkit.config.confidential import HIDDEN, hide_in_line, masked
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.wire import TOKEN_FILE
@@ -221,9 +221,13 @@ def _plan(
     variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_LOG_TIMES": "1"}
     files = scheduled.config_files(job, name, str(run / "code"))
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
-    shown = {"script": script, "folder": str(run), **scheduled.shown_files(files)}
+    shown = {
+        "script": "\n".join(map(hide_in_line, script.split("\n"))),
+        "folder": str(run),
+        **scheduled.shown_files(files),
+    }
     shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
-    lines = [script]
+    lines = [shown["script"]]
     for file in ("hyperparameters", "inputdataconfig", "variables"):
         text = json.dumps(shown[file], indent=2, ensure_ascii=False)
         lines += [f"# {file}.json", *(f"# {line}" for line in text.splitlines()), ""]
