@@ -72,8 +72,8 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
     Args:
         known: all that the controller remembers, if it was asked for that.
     """
-    sent = read_json(run / "slurm.json")
-    number = str(sent["id"]) if sent is not None else id_by_name(run.name)
+    sent = read_json(run / "slurm.json") or {}
+    number = str(sent["id"]) if "id" in sent else id_by_name(run.name)
     if number is None:  # `smpkit submit` ended before it could keep it
         number = "unknown"
         record = _left(run, number)
@@ -91,10 +91,10 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
 def _left(run: Path, number: str) -> Record | None:
     try:
         code, restarts, began, ended = map(int, (run / "ended").read_text().split())
-    except (OSError, ValueError):
+        started, over = (datetime.fromtimestamp(seconds, timezone.utc) for seconds in (began, ended))
+    except (OSError, ValueError, OverflowError):
         return None
     state = {0: "COMPLETED", names.STOPPED: "CANCELLED"}.get(code, "FAILED")
-    started, over = (datetime.fromtimestamp(seconds, timezone.utc) for seconds in (began, ended))
     return Record(number, state, started=started, ended=over, restarts=restarts)
 
 
