@@ -133,7 +133,7 @@ def test_the_folder_of_something_else_among_the_runs_is_named(
     cluster = SlurmCluster()
     assert {job.name: job.status for job in cluster.list(Query())} == {"job": "Completed", "other": "Unknown"}
     assert [(line.host, line.text) for line in next(cluster.log("job"))] == [("0-1", "hello")]
-    with pytest.raises(CloudError, match="other/job.json is damaged"):
+    with pytest.raises(CloudError, match=r"other/job\.json is damaged"):
         cluster.describe("other")
 
 
