@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,7 +133,7 @@ def load(path: Path | str, overrides: Sequence[Override] = ()) -> Loaded:
     path = Path(path)
     if is_script(path):
         shown = printable(str(path))
-        refuse(shown, "is a script", f"`smpkit run {shown}` runs it; `smpkit init` writes its job file")
+        refuse(shown, "is a script", f"`smpkit run {shlex.quote(shown)}` runs it; `smpkit init` writes its job file")
     document = read_document(path)
     return _load(_kind(document), path, document, overrides)
 

@@ -121,20 +121,22 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
 def test_the_folder_of_something_else_among_the_runs_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
-    monkeypatch.setenv("SMPKIT_RUNS", str(folder / "runs"))
+    runs = folder / "my runs"
+    monkeypatch.setenv("SMPKIT_RUNS", str(runs))
     whole = json.dumps({"created": MOMENT.isoformat(), "job": {}})
     for name, text in (("job", whole), ("other", kept)):
-        (folder / "runs" / name / "logs").mkdir(parents=True)
-        (folder / "runs" / name / "job.json").write_text(text)
-        (folder / "runs" / name / "slurm.json").write_text("{}")
-        (folder / "runs" / name / "ended").write_text(f"0 0 {TIME} {TIME + 60}\n")
-    (folder / "runs" / "job" / "logs" / "0-1.log").write_text("hello\n")  # without `0.hosts`
+        (runs / name / "logs").mkdir(parents=True)
+        (runs / name / "job.json").write_text(text)
+        (runs / name / "slurm.json").write_text("{}")
+        (runs / name / "ended").write_text(f"0 0 {TIME} {TIME + 60}\n")
+    (runs / "job" / "logs" / "0-1.log").write_text("hello\n")  # without `0.hosts`
     command(folder, "squeue", "")
     cluster = SlurmCluster()
     assert {job.name: job.status for job in cluster.list(Query())} == {"job": "Completed", "other": "Unknown"}
     assert [(line.host, line.text) for line in next(cluster.log("job"))] == [("0-1", "hello")]
-    with pytest.raises(CloudError, match=r"other/job\.json is damaged"):
+    with pytest.raises(CloudError, match=r"other/job\.json is damaged") as caught:
         cluster.describe("other")
+    assert caught.value.hint == f"`rm -r '{runs / 'other'}'` forgets the job"
 
 
 def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

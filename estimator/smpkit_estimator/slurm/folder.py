@@ -22,6 +22,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ def kept_job(run: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
-        raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {run}` forgets the job")
+        raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {shlex.quote(str(run))}` forgets the job")
     return kept
 
 

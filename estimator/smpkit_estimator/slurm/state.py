@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -78,7 +79,7 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
         number = "unknown"
         record = _left(run, number)
         if record is None and not (run / "logs" / "slurm.log").exists():
-            raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {run}` forgets it")
+            raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {shlex.quote(str(run))}` forgets it")
     elif known is None:
         record = records([number]).get(number) or accounted(number) or _left(run, number)
     else:  # of many runs, as few as possible are asked for one by one
