@@ -56,7 +56,7 @@ def job_from_arguments(
     try:
         job = validated(JobConfig, data, subject="arguments")
     except ConfigError as error:
-        raise ConfigError([*map(_as_argument, error.problems), *problems], subject=_SUBJECT) from None
+        raise ConfigError([*map(as_argument, error.problems), *problems], subject=_SUBJECT) from None
     if problems:
         raise ConfigError(problems, subject=_SUBJECT)
     return job
@@ -81,7 +81,7 @@ def _distribution(distribution: Any, mpi_options: Mapping[str, Any] | None) -> A
     return {**(distribution or {}), "mpi": mpi_options}
 
 
-def _as_argument(problem: Problem) -> Problem:
+def as_argument(problem: Problem) -> Problem:
     """Name the argument, where the job file has another name or place for it."""
     for name, field in ARGUMENTS.items():
         place = tuple(field.job.split("."))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from smpkit.config.job import JobConfig
-from smpkit.errors import UsageError
-from smpkit_estimator.arguments import channels, experiment_from, job_from_arguments
+from smpkit.errors import ConfigError, UsageError
+from smpkit_estimator.arguments import as_argument, channels, experiment_from, job_from_arguments
 from smpkit_estimator.aws import Session, open_session
 from smpkit_estimator.backend import Plan
 from smpkit_estimator.job import Job, show
@@ -103,7 +104,14 @@ class Estimator:
         if mode is not None:  # as SDK v2 does with one input that is no mapping
             updates["input_mode"] = mode
         config = self.config.model_copy(update=updates)
-        return self._backend.plan(config, Path(), name=job_name, script_only=self._script_only)
+        try:
+            return self._backend.plan(config, Path(), name=job_name, script_only=self._script_only)
+        except ConfigError as error:
+            problems = [
+                replace(problem, path=("job_name",)) if job_name and problem.path == ("name",) else as_argument(problem)
+                for problem in error.problems
+            ]
+            raise ConfigError(problems, subject=error.subject) from None
 
     def fit(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,7 +53,10 @@ def run(
     world = world_of(file, [*overrides, *[("--ranks", "null")] * (options["ranks"] is not None)])
     facts = _machine(world, options["machine"], options["calibration"], options["tflops"])
     facts = with_memory(facts, options["memory_gib"], options["host_memory_gib"])
-    ranks = options["ranks"] or (options["hosts"] or world.hosts) * (world.per_host or facts.ranks_per_host)
+    hosts = options["hosts"] or world.hosts
+    ranks = options["ranks"] or hosts * (world.per_host or facts.ranks_per_host)
+    if options["hosts"] or not options["ranks"]:
+        facts = _spread(facts, ranks, hosts)
     models = _models(world, options["model"], facts, ranks)
     samples = options["batch"] or _samples(world.parameters, models, ranks)
     job = Job(models, facts, ranks, samples, optimizer, half_of(world.parameters))
@@ -115,6 +118,18 @@ def _machine(world: World, named: str | None, path: Path | None, tflops: float |
         hint = f"measure on one, or leave `--calibration` out: published facts of `{kind}` are known"
         raise UsageError(f"`{path}` cannot be used for `{kind}`, which has {gpu.name}: {where}", hint=hint)
     return from_calibration(calibration)
+
+
+def _spread(machine: Machine, ranks: int, hosts: int) -> Machine:
+    """Return the machine with as many ranks as each of the hosts has."""
+    per_host, rest = divmod(ranks, hosts)
+    if rest:
+        message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
+        raise UsageError(message, hint="change --ranks or --hosts")
+    if per_host > machine.ranks_per_host:
+        message = f"{per_host} ranks on a host are more than {machine.name} has: {machine.ranks_per_host}"
+        raise UsageError(message, hint="use more `--hosts`, or fewer ranks")
+    return replace(machine, ranks_per_host=per_host)
 
 
 def _models(world: World, target: str, machine: Machine, ranks: int) -> dict[int, ModelFacts]:

@@ -95,10 +95,11 @@ def _parameters(given: str) -> dict[str, str]:
     text = given
     if not given.lstrip().startswith("{"):
         try:
-            text = Path(given).read_text(encoding="utf-8")
-        except OSError as error:
+            text = Path(given).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
             hint = "give a JSON object, or the path of a file that holds one"
-            raise UsageError(f"`--parameters {given}` cannot be read: {error.strerror}", hint=hint) from None
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise UsageError(f"`--parameters {given}` cannot be read: {reason}", hint=hint) from None
 
     class Part(ModelParallelConfig):
         """The job's parameters, without rules between them: `smp.init` in the script may give others."""

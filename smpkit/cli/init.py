@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Final
 
@@ -114,8 +115,8 @@ def init(folder: Path, entry_point: str | None, force: bool) -> None:
         path.write_text(text, encoding="utf-8")
         console.note(f"wrote {path}")
     if entry_point is None and len(scripts) > 1:
-        console.note(f"it runs `{named}`; `--entry-point {scripts[1]} --force` takes another script")
-    console.hint(f"`smpkit run {folder / 'job.yaml'}` runs it on this machine")
+        console.note(f"it runs `{named}`; `--entry-point {shlex.quote(scripts[1])} --force` takes another script")
+    console.hint(f"`smpkit run {shlex.quote(str(folder / 'job.yaml'))}` runs it on this machine")
 
 
 def _scripts(folder: Path) -> list[str]:

@@ -47,7 +47,7 @@ class Slurm(Section):
     """On clusters without `--gpus-per-node`: generic resources of each node, such as `gpu:8`."""
 
     cpus_per_node: int | None = Field(default=None, ge=1)
-    """CPUs of each node; all of them with `exclusive`."""
+    """CPUs of each node. Default: all of them with `exclusive`, else one for each rank of `processes_per_host`."""
 
     memory: Word | None = None
     """Memory of each node, such as `64G`; `0` for all of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 HIDDEN = "(hidden)"
@@ -33,6 +33,7 @@ _HARMLESS_VALUE = re.compile(r"\s*|true|false|none|null|auto|default|[-+.\d]+|<.
 _SETTING = re.compile(
     r"""(?<!\w)(?P<name>[A-Za-z_][\w.-]{0,255})["']?\s*[:=]\s*(?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|[^\s,{}\[\]"'#]+)"""
 )
+_OPTION = re.compile(r"""(?<!\S)--(?P<name>[A-Za-z][\w.-]{0,255})\s+(?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|[^\s"'-]\S*)""")
 
 _SECTIONS = frozenset({"env", "environment", "secrets"})
 """What is below them is not shown in errors, whatever its name: variables are how programs get their secrets."""
@@ -56,7 +57,9 @@ def masked(name: str, value: Any) -> Any:
         return {key: masked(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [masked(name, item) for item in value]
-    return HIDDEN if looks_secret(name, value) else value
+    if looks_secret(name, value):
+        return HIDDEN
+    return hide_in_line(value) if isinstance(value, str) else value
 
 
 def hide_known(text: str) -> str:
@@ -65,15 +68,18 @@ def hide_known(text: str) -> str:
 
 
 def hide_in_line(line: str) -> str:
-    """Hide secrets in a line of a configuration file, each character by a star, so that columns stay."""
+    """Hide secrets in a line of a file, script or command, each character by a star, so that columns stay."""
 
-    def stars(match: re.Match[str]) -> str:
+    def stars(match: re.Match[str], inside: Callable[[str], str] = str) -> str:
         start, end = match.start("value") - match.start(), match.end("value") - match.start()
         whole, value = match.group(), match["value"]
         hidden = looks_secret(match["name"], value.strip("\"'"))
-        return whole[:start] + "*" * len(value) + whole[end:] if hidden else whole
+        return whole[:start] + ("*" * len(value) if hidden else inside(value)) + whole[end:]
 
-    return _KNOWN.sub(lambda match: "*" * len(match.group()), _SETTING.sub(stars, line))
+    def outer(match: re.Match[str]) -> str:  # `--export=HF_TOKEN=...` is a setting in a setting
+        return stars(match, lambda value: _SETTING.sub(stars, value))
+
+    return _KNOWN.sub(lambda match: "*" * len(match.group()), _OPTION.sub(stars, _SETTING.sub(outer, line)))
 
 
 def is_confidential(path: Iterable[str | int]) -> bool:

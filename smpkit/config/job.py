@@ -26,7 +26,7 @@ from smpkit.config.fields import (
     Word,
     name_from,
 )
-from smpkit.config.section import FIELDS_ALONE, Section, checked, matching
+from smpkit.config.section import FIELDS_ALONE, Section, checked, matching, without_wrong_fields
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
@@ -426,7 +426,8 @@ class JobConfig(Section):
         compute = data.get("compute")
         count = compute.get("instance_count", 1) if isinstance(compute, Mapping) else 1
         try:
-            distribution = Distribution.model_validate(data.get("distribution", {}), context=FIELDS_ALONE)
+            sound = without_wrong_fields(Distribution, data.get("distribution", {}))
+            distribution = Distribution.model_validate(sound, context=FIELDS_ALONE)
             hosts = Compute(instance_count=count).instance_count
         except ValidationError:
             return ()  # their own problems have been reported

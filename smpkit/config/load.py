@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,7 +133,7 @@ def load(path: Path | str, overrides: Sequence[Override] = ()) -> Loaded:
     path = Path(path)
     if is_script(path):
         shown = printable(str(path))
-        refuse(shown, "is a script", f"`smpkit run {shown}` runs it; `smpkit init` writes its job file")
+        refuse(shown, "is a script", f"`smpkit run {shlex.quote(shown)}` runs it; `smpkit init` writes its job file")
     document = read_document(path)
     return _load(_kind(document), path, document, overrides)
 
@@ -294,6 +295,11 @@ class _Sources:
         if flag == "--hosts" and self.distribution:
             self._set(("compute", "instance_count"), given, flag)
         elif flag == "--ranks" and self.distribution is not None:
+            script = _get(self.value, ("entry_point",))
+            if isinstance(script, str) and script.endswith(".sh"):
+                message = "starts ranks, and a shell script has none: it runs once on each host"
+                self.problems.append(Problem((), message, f"remove `{flag}`", flag))
+                return
             hosts = _get(self.value, ("compute", "instance_count"))
             hosts = hosts if isinstance(hosts, int) and hosts > 0 else 1
             if given != "null" and int(given) % hosts:

@@ -104,7 +104,7 @@ class Section(BaseModel):
             section = handler(full)
         except ValidationError as error:
             problems += cls._in_words(error, full)
-            problems += cls.further_problems(full, problems)
+            problems += cls.further_problems(full, problems) if info.context != FIELDS_ALONE else ()
         else:
             problems += section.broken_rules() if info.context != FIELDS_ALONE else ()
         if problems:
@@ -181,6 +181,23 @@ def validated(model: type[_Model], data: object, *, subject: str) -> _Model:
         return model.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error), subject=subject) from None
+
+
+def without_wrong_fields(model: type[BaseModel], data: Any) -> Any:
+    """Return `data` without the fields that are wrong by themselves, so that the others can be judged."""
+    try:
+        model.model_validate(data, context=FIELDS_ALONE)
+    except ValidationError as error:
+        for problem in explain(error):
+            data = _without(data, problem.path)
+    return data
+
+
+def _without(data: Any, path: KeyPath) -> Any:
+    if not path or not isinstance(data, Mapping) or path[0] not in data:
+        return data
+    rest = {key: value for key, value in data.items() if key != path[0]}
+    return rest if len(path) == 1 else {**rest, path[0]: _without(data[path[0]], path[1:])}
 
 
 def refusal(problems: Iterable[Problem]) -> ValidationError:

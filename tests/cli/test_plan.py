@@ -404,6 +404,8 @@ def test_what_a_plan_is_not_for_is_said(smpkit: Smpkit, folder: Path) -> None:
     (folder / "prepare.sh").touch()
     (folder / "shell.yaml").write_text("entry_point: prepare.sh\n")
     assert "runs a shell script once on each host, and so has no ranks to plan" in smpkit("plan", "shell.yaml").stderr
+    none = "--ranks: starts ranks, and a shell script has none"
+    assert smpkit("plan", "shell.yaml", "--ranks", "2").stderr.startswith(none)
 
 
 def test_sharding_and_a_single_microbatch_are_told(smpkit: Smpkit, folder: Path) -> None:

@@ -115,6 +115,17 @@ def test_programs_get_all_of_it(zoo: Path, smpkit: Smpkit) -> None:
     ModelParallelConfig.from_sources(best["parameters"], None)
 
 
+def test_ranks_lie_on_the_hosts_that_are_asked_for(zoo: Path, smpkit: Smpkit) -> None:
+    two = ("-p", "pipeline_parallel_degree=2", "--ranks", "2", "--batch", "8")
+    near, far = (found(smpkit, *two, "--hosts", hosts) for hosts in ("1", "2"))
+    assert [content["hosts"] for content in (near, far)] == [1, 2]
+    assert near["present"]["step_seconds"] < far["present"]["step_seconds"]
+    for ranks, said in (("3", "cannot be spread evenly over 2 hosts"), ("18", "more than ml.p4d.24xlarge has: 8")):
+        assert said in tune(smpkit, "--ranks", ranks, "--hosts", "2").stderr
+    (zoo / "job.yaml").write_text(JOB.replace("{enabled: true}", "{enabled: true, processes_per_host: 2}"))
+    assert tune(smpkit).stdout.startswith("train: 4 ranks on 2 hosts")
+
+
 def test_the_job_is_changed_and_its_comments_stay(zoo: Path, smpkit: Smpkit) -> None:
     to_the_end = ("--seconds", "100")  # or a second search, at another pace, finds something better
     done = tune(smpkit, "--write", *to_the_end)

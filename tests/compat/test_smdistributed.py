@@ -149,6 +149,7 @@ def test_the_command_is_run_with_the_path_and_the_parameters(
         (["--", "no-such-program"], 1, "`no-such-program` cannot be run"),
         (["--parameters", '{"partitions": 0}', "--", "true"], 2, "partitions: must be at least 1, got 0"),
         (["--parameters", "no.json", "--", "true"], 2, "`--parameters no.json` cannot be read"),
+        (["--parameters", sys.executable, "--", "true"], 2, "cannot be read: it is not UTF-8 text"),
         ([], 2, "missing argument"),
     ],
 )

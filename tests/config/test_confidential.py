@@ -53,6 +53,7 @@ def test_what_only_resembles_one_is_none(name: str, value: object) -> None:
 def test_the_inner_parts_are_masked() -> None:
     value = {"db": {"password": "x1y2", "host": "h"}, "tokens": [1, 2], "keys": [HF]}
     assert masked("a", value) == {"db": {"password": HIDDEN, "host": "h"}, "tokens": [1, 2], "keys": [HIDDEN]}
+    assert masked("setup", ["module load x", "export HF_TOKEN=ab"]) == ["module load x", "export HF_TOKEN=**"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,13 @@ def test_the_inner_parts_are_masked() -> None:
         ("epochs: 3  # token: it", "epochs: 3  # token: **"),
         ("hyperparameters: {eos_token: </s>}", "hyperparameters: {eos_token: </s>}"),
         (f"x: {AWS}", "x: " + "*" * 20),
+        ("export HF_TOKEN=abcd A=b", "export HF_TOKEN=**** A=b"),
+        ("--export=HF_TOKEN=abcd,A=b", "--export=HF_TOKEN=****,A=b"),
+        (
+            "train.py -- --hub_token ab --push --token 'a b' -x c",
+            "train.py -- --hub_token ** --push --token ***** -x c",
+        ),
+        ("train.py --token --push_to_hub", "train.py --token --push_to_hub"),
     ],
 )
 def test_lines_of_a_file_are_shown_without_them(line: str, shown: str) -> None:

@@ -163,6 +163,17 @@ def test_degrees_are_checked_although_a_rule_between_parameters_is_broken() -> N
     assert "must divide the number of ranks (8), got 16" in divides
 
 
+def test_degrees_are_checked_although_another_parameter_is_wrong() -> None:
+    wrong = {"microbatches": "4", "tensor_parallel_degree": 2.0, "ddp": True, "microbatch": 4}
+    parameters = {"pipeline_parallel_degree": 3, **wrong}
+    distribution = {"enabled": True, "parameters": parameters, "mpi": {**MPI, "options": ""}}
+    found = problems({"distribution": distribution, "entry_point": "a.py"})
+    assert [problem.split(":")[0].rpartition(".")[2] for problem in found] == [
+        *("microbatches", "tensor_parallel_degree", "microbatch", "options", "pipeline_parallel_degree"),
+    ]
+    assert "must divide the number of ranks (8), got 3" in found[-1]
+
+
 def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
     distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
     found = problems({"distribution": distribution, "compute": {"instance_count": "2"}, "entry_point": "a.py"})

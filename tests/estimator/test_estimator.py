@@ -92,9 +92,11 @@ def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator
         estimator.fit("data")
     places = [problem.where for problem in caught.value.problems]
     assert places == [
-        *("image", "role", "compute.instance_type", "inputs.training.uri", "output", "checkpoints.uri"),
+        *("image_uri", "role", "instance_type", "inputs.training.uri", "output_path", "checkpoint_s3_uri"),
         *("hyperparameters.corpus", "environment.A"),
     ]
+    with pytest.raises(ConfigError, match="job_name: `a_b` does not fit"):
+        make().plan(job_name="a_b")
     assert all(problem.hint for problem in caught.value.problems)
     assert not aws.calls
 

@@ -81,8 +81,10 @@ def test_the_accounting_database_tells_of_jobs_that_the_controller_forgot(folder
         ({"gpus_per_node": "a100:8", "container": "pyxis"}, ["#SBATCH --gpus-per-node=a100:8"]),
         ({"gres": "gpu:8", "container": "pyxis", "qos": "high", "account": "team"}, ["#SBATCH --gres=gpu:8"]),
         ({"container": "apptainer", "memory": "64G"}, ["#SBATCH --mem=64G"]),
+        ({"container": "apptainer", "exclusive": True}, ["#SBATCH --exclusive"]),
+        ({"container": "apptainer", "exclusive": True, "cpus_per_node": 4}, ["#SBATCH --cpus-per-task=4"]),
     ],
-    ids=["gpus", "gres", "memory"],
+    ids=["gpus", "gres", "memory", "all CPUs", "some CPUs"],
 )
 def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[str, Any], wanted: list[str]) -> None:
     """No Slurm is needed for a dry run; GPUs are left to the launcher, which gives each rank one."""
@@ -91,6 +93,7 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
         "entry_point": "train.py",
         "image": "registry.io/team/smpkit:1",
         "compute": {"instance_count": 2},
+        "distribution": {"torch_distributed": {"enabled": True, "processes_per_host": 2}},
         "backend": {"slurm": {"mounts": ["/data"], **slurm}},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
@@ -101,6 +104,9 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
     assert set(wanted) <= set(lines)
     [started] = [shlex.split(line) for line in lines if line.startswith("srun ")]
     assert not [word for word in started if word.startswith("--gpu")]
+    # A step has no more CPUs than `srun` asks for, of an exclusive node, too.
+    cpus = slurm.get("cpus_per_node", None if "exclusive" in slurm else 2)
+    assert [word for word in started if word.startswith("--cpus")] == ([f"--cpus-per-task={cpus}"] if cpus else [])
     if slurm["container"] == "pyxis":
         assert "--container-image=registry.io#team/smpkit:1" in started
         [mounts] = [word for word in started if word.startswith("--container-mounts=")]
@@ -109,6 +115,28 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
         at = started.index("apptainer")
         assert started[at : at + 2] == ["apptainer", "exec"]
         assert started[started.index("docker://registry.io/team/smpkit:1") + 1] == "python3"
+
+
+@pytest.mark.parametrize("kept", ["{}", '{"created": 5, "job": {}}', '{"created": "then", "job": {}}', '{"created": "'])
+def test_the_folder_of_something_else_among_the_runs_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    runs = folder / "my runs"
+    monkeypatch.setenv("SMPKIT_RUNS", str(runs))
+    whole = json.dumps({"created": MOMENT.isoformat(), "job": {}})
+    for name, text in (("job", whole), ("other", kept)):
+        (runs / name / "logs").mkdir(parents=True)
+        (runs / name / "job.json").write_text(text)
+        (runs / name / "slurm.json").write_text("{}")
+        (runs / name / "ended").write_text(f"0 0 {TIME} {TIME + 60}\n")
+    (runs / "job" / "logs" / "0-1.log").write_text("hello\n")  # without `0.hosts`
+    command(folder, "squeue", "")
+    cluster = SlurmCluster()
+    assert {job.name: job.status for job in cluster.list(Query())} == {"job": "Completed", "other": "Unknown"}
+    assert [(line.host, line.text) for line in next(cluster.log("job"))] == [("0-1", "hello")]
+    with pytest.raises(CloudError, match=r"other/job\.json is damaged") as caught:
+        cluster.describe("other")
+    assert caught.value.hint == f"`rm -r '{runs / 'other'}'` forgets the job"
 
 
 def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +215,10 @@ def test_a_lost_answer_starts_no_second_job(folder: Path, monkeypatch: pytest.Mo
 def test_secrets_are_for_the_hosts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "hush-hush")
     submit = sent(folder, monkeypatch, secrets={"KEY": {"variable": "MY_KEY"}})
-    shown = CliRunner().invoke(cli, [*submit, "--dry-run"]).output
+    login = ["--set", "backend={slurm: {setup: [export HF_TOKEN=hush-hush]}}"]
+    shown = CliRunner().invoke(cli, [*submit, *login, "--dry-run"]).output
     assert '"KEY"' in shown
+    assert "export HF_TOKEN=*********\n" in shown
     assert "hush-hush" not in shown
     assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
     files = [path for path in (folder / "runs").rglob("*") if path.is_file() and "hush-hush" in path.read_text()]

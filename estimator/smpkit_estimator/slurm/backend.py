@@ -16,7 +16,7 @@ from typing import Any
 
 from smpkit.config import scheduled as names
 from smpkit.config.backend import Slurm
-from smpkit.config.confidential import HIDDEN, masked
+from smpkit.config.confidential import HIDDEN, hide_in_line, masked
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.wire import TOKEN_FILE
@@ -221,9 +221,13 @@ def _plan(
     variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_LOG_TIMES": "1"}
     files = scheduled.config_files(job, name, str(run / "code"))
     files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
-    shown = {"script": script, "folder": str(run), **scheduled.shown_files(files)}
+    shown = {
+        "script": "\n".join(map(hide_in_line, script.split("\n"))),
+        "folder": str(run),
+        **scheduled.shown_files(files),
+    }
     shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
-    lines = [script]
+    lines = [shown["script"]]
     for file in ("hyperparameters", "inputdataconfig", "variables"):
         text = json.dumps(shown[file], indent=2, ensure_ascii=False)
         lines += [f"# {file}.json", *(f"# {line}" for line in text.splitlines()), ""]
@@ -334,9 +338,10 @@ def _writable(job: JobConfig | None) -> Finding:
 
 def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequence[str]) -> str:
     """Return the script; `around` are more options of `srun`, `command` is what every node runs."""
-    options, nodes = job.backend.slurm, job.compute.instance_count
+    options, nodes, cpus = job.backend.slurm, job.compute.instance_count, _cpus(job)
     srun = [
-        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(job)}"),
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *([] if cpus is None else [f"--cpus-per-task={cpus}"]),
         # A launcher hears from the others why they ended; srun must not kill it meanwhile.
         *("--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"),
         *around,
@@ -373,8 +378,10 @@ def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequ
     )
 
 
-def _cpus(job: JobConfig) -> int:
-    return job.backend.slurm.cpus_per_node or job.distribution.processes_per_host or 1
+def _cpus(job: JobConfig) -> int | None:
+    """Return the CPUs of each node; None leaves them to Slurm, which gives all of a node with `exclusive`."""
+    options = job.backend.slurm
+    return options.cpus_per_node or (None if options.exclusive else job.distribution.processes_per_host)
 
 
 def _sbatch_options(job: JobConfig, run: Path) -> Iterator[str]:

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -153,9 +154,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def kept_job(run: Path) -> dict[str, Any]:
     """Return what `job.json` holds: the job file, when it was sent, and to which cluster."""
-    kept = read_json(run / "job.json")
-    if kept is None:
-        raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {run}` forgets the job")
+    kept = read_json(run / "job.json") or {}
+    try:
+        datetime.fromisoformat(kept["created"])
+        whole = isinstance(kept["job"], dict)
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {shlex.quote(str(run))}` forgets the job")
     return kept
 
 
@@ -181,7 +187,10 @@ def run_log(run: Path, since: datetime | None, tail: int | None) -> Iterator[lis
 def _node_of(path: Path) -> str:
     """Return the node that wrote a file; the file's name has the attempt and the node's number: `0-1.log`."""
     attempt, _, number = path.stem.partition("-")
-    return path.with_name(f"{attempt}.hosts").read_text().split()[int(number)] if number else path.stem
+    try:
+        return path.with_name(f"{attempt}.hosts").read_text().split()[int(number)]
+    except (OSError, ValueError, IndexError):  # such as `slurm.log`, or where the disk was full
+        return path.stem
 
 
 @dataclass

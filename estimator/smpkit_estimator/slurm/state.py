@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -72,13 +73,13 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
     Args:
         known: all that the controller remembers, if it was asked for that.
     """
-    sent = read_json(run / "slurm.json")
-    number = str(sent["id"]) if sent is not None else id_by_name(run.name)
+    sent = read_json(run / "slurm.json") or {}
+    number = str(sent["id"]) if "id" in sent else id_by_name(run.name)
     if number is None:  # `smpkit submit` ended before it could keep it
         number = "unknown"
         record = _left(run, number)
         if record is None and not (run / "logs" / "slurm.log").exists():
-            raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {run}` forgets it")
+            raise CloudError(f"job `{run.name}` was not started", hint=f"`rm -r {shlex.quote(str(run))}` forgets it")
     elif known is None:
         record = records([number]).get(number) or accounted(number) or _left(run, number)
     else:  # of many runs, as few as possible are asked for one by one
@@ -91,10 +92,10 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
 def _left(run: Path, number: str) -> Record | None:
     try:
         code, restarts, began, ended = map(int, (run / "ended").read_text().split())
-    except (OSError, ValueError):
+        started, over = (datetime.fromtimestamp(seconds, timezone.utc) for seconds in (began, ended))
+    except (OSError, ValueError, OverflowError):
         return None
     state = {0: "COMPLETED", names.STOPPED: "CANCELLED"}.get(code, "FAILED")
-    started, over = (datetime.fromtimestamp(seconds, timezone.utc) for seconds in (began, ended))
     return Record(number, state, started=started, ended=over, restarts=restarts)
 
 
