@@ -229,6 +229,14 @@ def test_what_cannot_leave_is_refused_or_stays_with_a_line(name: str, caplog: py
     assert same(found, trained(Odd(act, SAVE, operator))[0])
 
 
+def test_an_empty_output_may_stay(caplog: pytest.LogCaptureFixture) -> None:
+    """As of an expert that gets no token, in a mixture of experts that calls all of them."""
+    model = Odd(lambda linear, x: linear(x).sin() + linear(x[:0]).sum(), MUST, ATEN.addmm.default)
+    with smpkit.offload_activations(model):
+        assert same(trained(model)[0], trained(Odd(model.act, SAVE, ATEN.addmm.default))[0])
+    assert not caplog.records
+
+
 def test_an_output_that_is_changed_in_place_is_named() -> None:
     model = Odd(lambda linear, x: linear(x).sin_().cos(), MUST, ATEN.addmm.default)
     with smpkit.offload_activations(model), pytest.raises(UsageError, match="`Odd` saved for backward was changed in"):
