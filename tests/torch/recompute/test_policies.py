@@ -236,7 +236,7 @@ def test_an_outer_policy_offloads_in_an_inner_checkpoint(inner: CheckpointPolicy
     def act(linear: Any, x: Tensor, **settings: Any) -> Tensor:
         return linear(checkpoint(lambda x: linear(x).sin(), x, use_reentrant=False, **settings)).cos()
 
-    settings = {} if inner is None else {"context_fn": contexts(inner, ATEN.addmm.default)}
+    settings: dict[str, Any] = {} if inner is None else {"context_fn": contexts(inner, ATEN.addmm.default)}
     model = Odd(functools.partial(act, **settings), MUST, ATEN.addmm.default)
     with smpkit.offload_activations(model, min_bytes=0) as offload:
         assert same(trained(model)[0], trained(Odd(act, SAVE, ATEN.addmm.default))[0])
