@@ -97,7 +97,8 @@ class offload_activations:  # noqa: N801 - used as a function
             link=link,
             deadline_seconds=deadline_seconds,
         )
-        self._outer: list[Offloader] = []
+        self._outer: Offloader | None = None
+        """What was installed before the forward that runs."""
         self._is_counting = self._has_checked = False
         patch_torch_checkpoint()
         self._hooks = [
@@ -114,6 +115,7 @@ class offload_activations:  # noqa: N801 - used as a function
         """Offload nothing any more, and free the host memory when the last graph has ended."""
         for hook in self._hooks:
             hook.remove()
+        self._uninstall()
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -126,19 +128,22 @@ class offload_activations:  # noqa: N801 - used as a function
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave everything out: a copy or a pickle of the model has hooks that do nothing."""
-        return {"_hooks": [], "_outer": [], "_has_checked": True}
+        return {"_hooks": [], "_outer": None, "_has_checked": True}
 
     def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
-        if not self._hooks:  # of a copy
+        # A copy has no hooks; and a forward that backward runs again keeps nothing, and may end by no hook.
+        if not self._hooks or torch._C._current_graph_task_id() != -1:
             return
-        if not self._outer and torch.is_grad_enabled():
+        self._uninstall()  # torch calls no hook at the end of a forward that is interrupted
+        if torch.is_grad_enabled():
             self._end_step()
             self._is_counting = True
-        self._outer.append(install(self._engine))
+        self._outer = install(self._engine)
 
     def _end_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if self._outer:  # not where another hook has raised before ours
-            install(self._outer.pop())
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._uninstall()
         if not self._has_checked and module.training and torch.is_grad_enabled() and output is not None:
             self._has_checked = True
             if not self._engine.num_calls:
@@ -146,6 +151,11 @@ class offload_activations:  # noqa: N801 - used as a function
                     "offload_activations has no effect: this forward called no checkpointed layer in eager mode; use"
                     " torch.utils.checkpoint, smp.checkpoint, or gradient_checkpointing_enable() of the model"
                 )
+
+    def _uninstall(self) -> None:
+        if self._outer is not None:
+            install(self._outer)
+            self._outer = None
 
     def _end_step(self) -> None:
         if self._is_counting:

@@ -238,7 +238,8 @@ class ActivationEngine(Offloader):
         """Park one more tensor of a call, an output of an operator that a policy offloads."""
         new: list[_Storage] = []
         saved = self._saved_of(tensor, parked, new, 1 if must_leave else self._min_bytes)
-        reason = None if saved else self._why_not(tensor)
+        # What is empty, such as the output of an expert without a token, has nothing to take away.
+        reason = None if saved or not tensor.numel() else self._why_not(tensor)
         parked.tensors.append(_ParkedTensor(tensor, saved, alias=tensor))
         if not reason and not self._begin_leaving(parked, new):
             reason = "host memory for activations is used up"

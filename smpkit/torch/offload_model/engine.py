@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -34,6 +34,13 @@ DEADLINE_SECONDS: Final = 600.0
 _NO_TASK: Final = -1
 _PIECE: Final = 16 << 20
 """Elements of a gradient that are copied at a time: while they are cast, the device holds them in both types."""
+Sources = set[tuple[torch.autograd.graph.Node | None, int]]
+"""Where tensors come from in a graph: the operation, and which of its results."""
+
+
+def sources(tensors: Iterable[Tensor]) -> Sources:
+    """Return where tensors come from; one that is changed in place comes from elsewhere afterwards."""
+    return {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}
 
 
 class Updater(Protocol):
@@ -251,14 +258,13 @@ class Engine:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def watch(self, index: int | None, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
+    def watch(self, index: int | None, outputs: Sequence[Tensor], before: Sources) -> None:
         """Bring a slice (None: the resident one) when the gradient of a tensor is there that it made.
 
-        A tensor that it only handed on tells nothing.
+        A tensor that it only handed on, as it was before, tells nothing.
         """
-        handed_on = {(id(tensor), tensor.grad_fn) for tensor in inputs}
         for tensor in outputs:
-            if tensor.grad_fn is not None and (id(tensor), tensor.grad_fn) not in handed_on:
+            if tensor.grad_fn is not None and (tensor.grad_fn, tensor.output_nr) not in before:
                 hook = functools.partial(self.begin_backward, self._resident if index is None else index)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 

@@ -20,12 +20,12 @@ from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, map_tensors, tensors
 from smpkit.torch.core.tree import children
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
-from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine
+from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine, sources
 from smpkit.torch.offload_model.microbatches import is_batched, join, split
 from smpkit.torch.offload_model.slices import Balance, check_layers, cut_layers, make_slices
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.recompute.layer import ModuleCheckpoint
-from smpkit.torch.recompute.region import run_checkpointed
+from smpkit.torch.recompute.surroundings import all_modules
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 
 _CPU = torch.device("cpu")
@@ -207,6 +207,7 @@ class OffloadModel(nn.Module):
         if isinstance(self._keeper, ActivationEngine):
             self._keeper.end_step()
         self._engine.begin_forward()
+        before = sources(tensors_in((inputs, kwargs)))
         # Under autocast each use casts a weight anew: kept casts of all slices would fill the device.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -215,7 +216,7 @@ class OffloadModel(nn.Module):
         finally:
             torch.set_autocast_cache_enabled(caches)
             self._engine.end_forward()
-        self._engine.watch(None, tensors_in(result), tensors_in((inputs, kwargs)))
+        self._engine.watch(None, tensors_in(result), before)
         return result
 
     def _run_chain(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,20 +226,15 @@ class OffloadModel(nn.Module):
         values: list[Any] = list(pieces)
         for index, shard in enumerate(self.model_slices):
             self._engine.switch_to(index)
+            run: OriginalCall = shard
+            if self._checkpoints:
+                run = ModuleCheckpoint(shard, preserve_rng_state=True, keeper=self._keeper)(shard)
             for number, value in enumerate(values):
                 if index == 0:
                     args, keywords = value
                 else:
                     args, keywords = (value if self._unpacks and isinstance(value, tuple) else (value,)), {}
-                handed_in = tensors_in((args, keywords))
-                if self._checkpoints:
-                    result = run_checkpointed(
-                        shard, [shard], args, keywords, preserve_rng_state=True, keeper=self._keeper
-                    )
-                else:
-                    result = shard(*args, **keywords)
-                self._engine.watch(index, _outputs(shard, result), handed_in)
-                values[number] = result
+                values[number] = _watched(self._engine, index, shard, run, args, keywords)
         if len(pieces) > 1 and any(version_of(tensor) != version for tensor, version in shared):
             raise UsageError(
                 "a layer changed in place a tensor that all microbatches get whole, so the later ones got another",
@@ -348,14 +344,28 @@ def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | 
             if not engine.is_in_forward:
                 return run(*args, **kwargs)
             engine.switch_to(index)
-            result = run(*args, **kwargs)
-            engine.watch(index, _outputs(block, result), tensors_in((args, kwargs)))
-            return result
+            return _watched(engine, index, block, run, args, kwargs)
 
         return called
 
     call.checkpointing = around
     return functools.partial(setattr, call, "checkpointing", before)
+
+
+def _watched(engine: Engine, index: int, layer: nn.Module, run: OriginalCall, args: Any, kwargs: Any) -> Any:
+    """Run a layer; its backward begins with the gradient of any tensor that it returns, or sets as an attribute.
+
+    A variational autoencoder does so with a part of its loss, which is computed last and comes first in backward.
+    """
+    before = sources([*tensors_in((args, kwargs)), *_attributes(layer)])
+    result = run(*args, **kwargs)
+    engine.watch(index, [*_outputs(layer, result), *_attributes(layer)], before)
+    return result
+
+
+def _attributes(layer: nn.Module) -> list[Tensor]:
+    values = [value for module in all_modules([layer]) for value in vars(module).values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _outputs(layer: nn.Module, result: Any) -> list[Tensor]:

@@ -303,7 +303,9 @@ def _move_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    # A scheduler writes into a learning rate that is a tensor, perhaps while the thread updates with it.
+    settings = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+    return {name: value for name, value in settings.items() if name not in ("params", "param_names")}
 
 
 def _begin_thread(device: torch.device, num_threads: int) -> None:

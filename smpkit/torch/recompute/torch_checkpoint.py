@@ -159,7 +159,8 @@ class _Checkpoint(torch_checkpoint.CheckpointFunction):
 class _LastPolicy(threading.local):
     """What the policy returned for the operator that has just run."""
 
-    offloads = False
+    region: Any = None
+    """With which the output is parked; None: it is not."""
     must_leave: str | None = None
 
 
@@ -176,19 +177,30 @@ def _offloads(policy: object) -> bool:
 class _ForwardMode(_torch_forward_mode):  # type: ignore[misc]
     """Torch's mode for the forward; notes what the policy returns."""
 
+    _region: Any = None
+    """The call around which it is; another checkpoint may run inside."""
+
     def __init__(self, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         def noting(context: Any, operator: Any, *values: Any, **options: Any) -> Any:
             policy = policy_fn(context, operator, *values, **options)
-            _last_policy.offloads = recording.region is not None and _offloads(policy)
-            if _last_policy.offloads and _is_view(operator):
-                _last_policy.offloads = False
+            _last_policy.region = self._region if _offloads(policy) else None
+            if _last_policy.region is not None and _is_view(operator):
+                _last_policy.region = None
                 return CheckpointPolicy.PREFER_RECOMPUTE
             _last_policy.must_leave = str(operator) if policy is CheckpointPolicy.MUST_CPU_OFFLOAD else None
-            return CheckpointPolicy.MUST_SAVE if _last_policy.offloads else policy
+            return CheckpointPolicy.MUST_SAVE if _last_policy.region is not None else policy
 
         super().__init__(noting, *args, **kwargs)
         # Since 2.14 torch looks for hooks of the user's around a checkpoint, and would take our region's for those.
         self.respect_saved_tensors_hooks = False
+
+    def __enter__(self) -> Any:
+        self._region = recording.region
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._region = _last_policy.region = None  # which holds this very mode
+        super().__exit__(*error)
 
 
 class _BackwardMode(_torch_backward_mode):  # type: ignore[misc]
@@ -221,10 +233,9 @@ class _ParkedOutput:
 
 def _wrapper(value: Any) -> Any:
     """Return what torch keeps of a value that is saved: in place of its `_VersionWrapper`."""
-    region = recording.region
-    if not _last_policy.offloads or region is None or not isinstance(value, Tensor):
+    if _last_policy.region is None or not isinstance(value, Tensor):
         return _torch_wrapper(value)
-    return _ParkedOutput(region.park_output(value, _last_policy.must_leave))
+    return _ParkedOutput(_last_policy.region.park_output(value, _last_policy.must_leave))
 
 
 @functools.lru_cache(maxsize=1)
@@ -256,7 +267,7 @@ def _serves_policies() -> bool:
     except Exception:  # whatever is different in that torch: the caller refuses it by name
         return False
     finally:
-        recording.region, _last_policy.offloads = outer, False
+        recording.region = outer
     if serves:
         _log.info("smpkit copies what policies of torch's checkpoint offload: torch's own ways do not take part")
     return serves

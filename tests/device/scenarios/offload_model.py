@@ -7,6 +7,7 @@ import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -333,6 +334,47 @@ def checkpointed_around() -> None:
 
 
 add("OffloadModel, checkpoints around blocks", checkpointed_around, is_quick=True)
+
+
+class Encoder(nn.Linear):
+    """Sets a part of the loss, computed last, as variational autoencoders of tutorials do; may change its input."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.add_(self.bias) if self.in_place else x + self.bias
+        self.divergence = super().forward(x.tanh()).square().mean()
+        return x
+
+
+class Autoencoder(nn.Sequential):
+    """Returns a loss, to which it adds what its layers have set."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x).square().mean()
+        return loss + sum(layer.divergence for layer in self if isinstance(layer, Encoder))
+
+
+def losses_that_layers_set(*, is_checkpointed: bool) -> None:
+    """Begin the backward of layers with other tensors than they return."""
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        layers = [(nn.Linear(WIDTH, WIDTH), Encoder(in_place=not is_checkpointed)) for _ in range(3)]
+        source = Autoencoder(*chain.from_iterable(layers))
+    plain = copy.deepcopy(source).to(DEVICE)
+    model = OffloadModel(source, DEVICE, num_slices=6, checkpoint_activation=is_checkpointed)
+    found = []
+    for each in (plain, model):
+        each(inputs_of(0).to(DEVICE)).backward()
+        found.append([weight.grad.cpu() for weight in each.parameters() if weight.grad is not None])
+    assert_same(found[1], found[0])
+
+
+for _checks in (False, True):
+    _name = f"OffloadModel, losses that layers set{', checkpointed' * _checks}"
+    add(_name, partial(losses_that_layers_set, is_checkpointed=_checks), is_quick=not _checks)
 
 
 def freed_between_backwards() -> None:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 import smpkit
 from smpkit.errors import UsageError
 from smpkit.torch.core import offloader
-from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, assert_same, slow
+from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, assert_same, inputs, slow
 from tests.torch.recompute.test_policies import MUST, SAVE, contexts
 from tests.torch.steps import on_ranks
 
@@ -179,6 +179,39 @@ def test_it_works_until_it_is_closed_and_only_inside_the_model() -> None:
     trained(x).sum().backward()
     assert offload.report().num_steps == 2
     assert not trained._forward_pre_hooks | trained._forward_hooks
+
+
+def test_an_interrupted_forward_leaves_nothing_installed_for_long() -> None:
+    """As in a notebook: torch calls no hook at the end of a forward that Ctrl-C ends."""
+    trained, x = model(), torch.randn(BATCH, WIDTH)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with smpkit.offload_activations(trained) as offload:
+        handle = trained[2].register_forward_pre_hook(interrupt)  # type: ignore[index]
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                trained(x)
+        handle.remove()
+        trained(x).sum().backward()
+        assert offloader.current() is offloader.KEEPING
+        assert offload.report().num_steps == 3
+        trained[2].register_forward_pre_hook(interrupt)  # type: ignore[index]
+        with pytest.raises(KeyboardInterrupt):
+            trained(x)
+    assert offloader.current() is offloader.KEEPING
+
+
+def test_a_model_in_a_checkpoint_leaves_nothing_installed() -> None:
+    """Its forward in backward ends as soon as backward has what it needs, without a hook."""
+    trained = model()
+    with smpkit.offload_activations(trained) as offload:
+        trained(inputs()).sum().backward()
+        for _ in range(2):
+            checkpoint(trained, inputs(), use_reentrant=False).sum().backward()
+            assert offloader.current() is offloader.KEEPING
+        assert offload.report().num_steps == 3
 
 
 def test_copies_of_the_model_are_plain_models() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import _update_param_group_val
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload_model import optimizer as module
@@ -87,15 +88,17 @@ def test_who_looks_at_weights_waits_for_their_updates(
     del kept
 
 
-def test_an_update_keeps_the_learning_rate_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_an_update_keeps_the_learning_rate_of_its_step(is_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no forward comes before the next step, as with gradients from elsewhere."""
     layer = nn.Linear(1, 1, bias=False)
-    optimizer = OffloadOptimizer(OffloadModel([layer], "cpu"), torch.optim.SGD, lr=0.5, num_threads=1)
+    lr = torch.tensor(0.5) if is_tensor else 0.5
+    optimizer = OffloadOptimizer(OffloadModel([layer], "cpu"), torch.optim.SGD, lr=lr, num_threads=1)
     nn.init.zeros_(layer.weight)
     somebody_waits, updated = hold_updates(monkeypatch)
     try:
         for rate in (0.5, 0.25):
-            optimizer.param_groups[0]["lr"] = rate
+            _update_param_group_val(optimizer.param_groups[0], "lr", rate)  # as schedulers do: a tensor in place
             layer.weight.grad = torch.ones(1, 1)
             optimizer.step()
         optimizer.state_dict()  # waits

@@ -229,6 +229,28 @@ def test_what_cannot_leave_is_refused_or_stays_with_a_line(name: str, caplog: py
     assert same(found, trained(Odd(act, SAVE, operator))[0])
 
 
+@pytest.mark.parametrize("inner", [None, SAVE, MUST])
+def test_an_outer_policy_offloads_in_an_inner_checkpoint(inner: CheckpointPolicy | None) -> None:
+    """As where a block with a checkpoint of its own is checkpointed by what wraps it."""
+
+    def act(linear: Any, x: Tensor, **settings: Any) -> Tensor:
+        return linear(checkpoint(lambda x: linear(x).sin(), x, use_reentrant=False, **settings)).cos()
+
+    settings: dict[str, Any] = {} if inner is None else {"context_fn": contexts(inner, ATEN.addmm.default)}
+    model = Odd(functools.partial(act, **settings), MUST, ATEN.addmm.default)
+    with smpkit.offload_activations(model, min_bytes=0) as offload:
+        assert same(trained(model)[0], trained(Odd(act, SAVE, ATEN.addmm.default))[0])
+        assert offload.report().bytes_out == 3 * BYTES
+
+
+def test_an_empty_output_may_stay(caplog: pytest.LogCaptureFixture) -> None:
+    """As of an expert that gets no token, in a mixture of experts that calls all of them."""
+    model = Odd(lambda linear, x: linear(x).sin() + linear(x[:0]).sum(), MUST, ATEN.addmm.default)
+    with smpkit.offload_activations(model):
+        assert same(trained(model)[0], trained(Odd(model.act, SAVE, ATEN.addmm.default))[0])
+    assert not caplog.records
+
+
 def test_an_output_that_is_changed_in_place_is_named() -> None:
     model = Odd(lambda linear, x: linear(x).sin_().cos(), MUST, ATEN.addmm.default)
     with smpkit.offload_activations(model), pytest.raises(UsageError, match="`Odd` saved for backward was changed in"):
