@@ -540,6 +540,8 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
     if checkpoint == "partial" and precision in ("fp16", "bf16") and len(is_sharded) > 1:
         checkpoint = "full"  # refused: with parts of weights there are no masters
     model = chance.choice(["blocks", "blocks", "gpt2"])
+    if any(job["sharded_data_parallel_degree"] > 1 and job["optimize"] == "memory" for job in (first, second)):
+        model = "blocks"  # a replaced GPT-2 divides sequences, and that is refused beside sharded data parallelism
     # Batch normalisation sees the rows of a part: as many in both jobs.
     norm = chance.choice(["layer", "batch" if first.parts == second.parts else "none", "none"])
     return Drawn(

@@ -58,7 +58,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
             raise UnsupportedError(
                 f"`{each.name}` has a gradient that is multiplied by {each.grad_scale:g}, which sharded data "
                 "parallelism does not do",
-                hint="set `prescaled_batch: true`, or sharded_data_parallel_degree to 1",
+                hint="set `prescaled_batch: true` and `optimize: speed`, or sharded_data_parallel_degree to 1",
             )
     hooked = hook_on_weight(module)
     if hooked is not None:
