@@ -176,10 +176,11 @@ def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader:
         return
     groups = _groups(optimizer, reader.read_objects([GROUPS])[GROUPS])
     if _awaits_partition(model):
-        # States wait until it is known what this rank holds; settings such as the learning rate are needed before.
+        # States wait until it is known what this rank holds; settings such as the learning rate are needed before, and
+        # the script may change them until then.
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        defer_load(lambda: _load_states(optimizer, model, reader, groups))
+        defer_load(lambda: _load_states(optimizer, model, reader, _groups(optimizer, optimizer.param_groups)))
     else:
         _load_states(optimizer, model, reader, groups)
 
