@@ -153,12 +153,15 @@ class PartlyFloat32Block(nn.Module):
         self.sinks = nn.Parameter(torch.linspace(-1, 1, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate: Tensor = self.gate(x.float()) + self.sinks
-        return x + self.norm(self.grow(x)) * gate.sigmoid().to(x.dtype)
+        gate: Tensor = self.gate(x) + self.sinks
+        return x + self.norm(self.grow(x.to(self.grow.weight.dtype))) * gate.sigmoid()
 
 
 class PartlyFloat32(nn.Module):
-    """Blocks with parts that half precision leaves in float32: batch normalisation, and what the model names."""
+    """Blocks with parts that half precision leaves in float32: batch normalisation, and what the model names.
+
+    What a block adds to is in float32, too, as in a Mamba.
+    """
 
     _keep_in_fp32_modules_strict = ("gate.weight", "gate.bias", "sinks")
 
@@ -168,6 +171,7 @@ class PartlyFloat32(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
         for block in self.blocks:
             x = block(x)
         return self.norm(x)

@@ -254,7 +254,8 @@ _FLOAT32: Final = MixedPrecisionPolicy(cast_forward_inputs=False)
 
 def _precision() -> MixedPrecisionPolicy:
     half = half_dtype(state.cfg)
-    return _FLOAT32 if half is None else MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    # What is float32 between blocks (the residual stream of a Mamba) stays so, as without sharding.
+    return _FLOAT32 if half is None else MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
 
 
 def _kept_in_float32(root: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
