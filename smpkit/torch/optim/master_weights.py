@@ -141,9 +141,9 @@ class MasterWeights:
         """Return what the loss of the backward that comes next is multiplied with."""
         if self._unscaled:
             raise UsageError(
-                "model.backward was called after gradients were clipped and before optimizer.step(), when they had been"
-                " divided by the loss scale",
-                hint="clip right before optimizer.step()",
+                "model.backward was called after gradients were clipped and before optimizer.step(), which uses those"
+                " that were clipped",
+                hint="clip right before optimizer.step(); to leave out the step, call optimizer.zero_grad()",
             )
         return self.loss_scale
 
