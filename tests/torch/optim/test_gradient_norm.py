@@ -141,11 +141,12 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
 @pytest.mark.usefixtures("world")
 def test_torchs_function_clips_values_without_the_scale_of_the_loss() -> None:
     smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)))
+    model = smp.DistributedModel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), static_loss_scale=128.0)
     before = [each.detach().float().clone() for each in model.parameters()]
     model.backward(model(torch.tensor([[3.0, 4.0], [-1.0, 2.0]])).square().sum())
     wanted = [(each.grad.float() / 128).clamp(-0.25, 0.25) for each in model.parameters() if each.grad is not None]
+    assert all(each.abs().max() == 0.25 for each in wanted)
     nn.utils.clip_grad_value_(model.parameters(), 0.25)
     optimizer.step()
     for old, new, moved in zip(before, model.parameters(), wanted, strict=True):
