@@ -56,6 +56,7 @@ OPTIMIZERS: Final[Mapping[str, Callable[[Any], torch.optim.Optimizer]]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, eps=1e-4),
     "AdamW in groups": in_groups,
     "LAMB": lambda parameters: smp.optimizers.FusedLAMB(parameters, lr=0.05, max_grad_norm=0.1),
+    "NovoGrad": lambda parameters: smp.optimizers.FusedNovoGrad(parameters, lr=0.05),
     # Its states are there from the beginning.
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1),
 }

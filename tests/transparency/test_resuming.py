@@ -13,6 +13,7 @@ import torch
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.load import _number
 from tests.models import MODELS, Case, mse_step, sequential, singles
 from tests.ranks import run_ranks
 from tests.train import (
@@ -122,6 +123,18 @@ def test_each_layout_saves_for_the_next(saved: str, now: str, tmp_path: Path) ->
 @pytest.mark.parametrize("way", [divided(1, 2), pytest.param(divided(1, 4), marks=SLOW)], ids=str)
 def test_packed_weights_and_their_states_resume_on_one_rank(way: Way, tmp_path: Path) -> None:
     check(GPT_2, way, divided(), tmp_path, TOLERANCE, is_plain=True)
+
+
+def test_numbers_of_weights_resume_beside_other_weights(tmp_path: Path) -> None:
+    """NovoGrad divides by one number for each weight, and the packed weights of this model are replaced together."""
+    way = replace(divided(1, 2), optimizer="NovoGrad")
+    check(GPT_2, way, replace(way, tensor=1, replicas=1), tmp_path, TOLERANCE, is_plain=False)
+
+
+def test_weights_with_different_numbers_are_not_put_together() -> None:
+    assert _number("packed", "step", lambda: torch.full((2, 2), 3.0)).equal(torch.tensor(3.0))
+    with pytest.raises(CheckpointError, match=r"`exp_avg_sq` of `packed` is one number, and .* have different ones"):
+        _number("packed", "exp_avg_sq", lambda: torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.parametrize(

@@ -142,25 +142,38 @@ SCALE, CLIP, STEPS = 2.0**10, 0.5, 3
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class PartlyFloat32(nn.Module):
-    """Blocks with parts that half precision leaves in float32: batch normalisation, and what the model names."""
-
-    _keep_in_fp32_modules_strict = ("gate",)
+class PartlyFloat32Block(nn.Module):
+    """A gate and sinks in float32, as in mixtures of experts and attentions of today, beside a layer that is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict(self.block()) for _ in range(2))
+        self.grow = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
-
-    @staticmethod
-    def block() -> dict[str, nn.Module]:
-        return {"grow": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "gate": nn.Linear(WIDTH, WIDTH)}
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        gate: Tensor = self.gate(x) + self.sinks
+        return x + self.norm(self.grow(x.to(self.grow.weight.dtype))) * gate.sigmoid()
+
+
+class PartlyFloat32(nn.Module):
+    """Blocks with parts that half precision leaves in float32: batch normalisation, and what the model names.
+
+    What a block adds to is in float32, too, as in a Mamba.
+    """
+
+    _keep_in_fp32_modules_strict = ("gate.weight", "gate.bias", "sinks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PartlyFloat32Block() for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
         for block in self.blocks:
-            assert isinstance(block, nn.ModuleDict)
-            grown = block["norm"](block["grow"](x))
-            x = x + grown * block["gate"](x.float()).sigmoid().to(x.dtype)
+            x = block(x)
         return self.norm(x)
 
 

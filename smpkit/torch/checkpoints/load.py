@@ -176,10 +176,11 @@ def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader:
         return
     groups = _groups(optimizer, reader.read_objects([GROUPS])[GROUPS])
     if _awaits_partition(model):
-        # States wait until it is known what this rank holds; settings such as the learning rate are needed before.
+        # States wait until it is known what this rank holds; settings such as the learning rate are needed before, and
+        # the script may change them until then.
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        defer_load(lambda: _load_states(optimizer, model, reader, groups))
+        defer_load(lambda: _load_states(optimizer, model, reader, _groups(optimizer, optimizer.param_groups)))
     else:
         _load_states(optimizer, model, reader, groups)
 
@@ -248,12 +249,22 @@ def _state_factories(
         for key, example in examples.items():
             factories = _factories(replaced, reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
             if example in reader.tensors and not reader.tensors[example].size:
-                # A scalar, such as a count of steps: the same for all parameters of the module.
-                inside = [name for name, _ in root.named_parameters() if name.startswith(prefix)]
-                factories = dict.fromkeys(inside, functools.partial(read_whole, reader, example))
+                factories = {name: functools.partial(_number, name, key, make) for name, make in factories.items()}
             for name, factory in factories.items():
                 result.setdefault(name, {})[key] = factory
     return result
+
+
+def _number(name: str, key: str, make: TensorFactory) -> torch.Tensor:
+    """Return the state of a parameter that is one number: that of all weights that it is put together from."""
+    low, high = make().aminmax()
+    if low != high:
+        raise CheckpointError(
+            f"the optimizer's `{key}` of `{name}` is one number, and the weights of the checkpoint that it is put"
+            " together from have different ones",
+            hint="resume with the tensor_parallel_degree it was saved with, or with load_optimizer=False",
+        )
+    return low
 
 
 def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -317,13 +328,19 @@ def _factories(replaced: Replaced, reader: Reader, entry_of: Callable[[str], str
     """Return a factory for each whole tensor of a replaced module's own state, by name.
 
     `entry_of` returns the name of an entry (of the weight, or of one of its states), given the parameter's name in the
-    checkpoint. Entries that are not there are left out.
+    checkpoint. Entries that are not there are left out. One that is a number, such as a count of steps, is a whole
+    tensor of it, of the weight's shape.
     """
     prefix, saved_names, module, translation = replaced
     names = {name: entry_of(prefix + name) for name in saved_names}
     saved = {name: entry for name, entry in names.items() if entry in reader.tensors}
-    tensors = TensorsOnAccess(saved, lambda name: read_whole(reader, saved[name]))
-    return dict(translated(translation, tensors, module, prefix))
+
+    def read(name: str) -> torch.Tensor:
+        value = read_whole(reader, saved[name])
+        weight = reader.tensors.get(f"{MODEL}{prefix}{name}", reader.tensors[saved[name]])
+        return value if value.dim() else value.expand(weight.size)
+
+    return dict(translated(translation, TensorsOnAccess(saved, read), module, prefix))
 
 
 def _replaced(root: nn.Module, names: Collection[str]) -> Iterator[Replaced]:

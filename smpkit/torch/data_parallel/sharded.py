@@ -65,12 +65,12 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
         _refuse_hook(hooked)
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
+    kept, kept_alone = _kept_in_float32(module)
     # `fully_shard` divides along the first dimension: what has none (the temperature of a CLIP) stays whole.
-    whole = [each for each in placement if each.parameter.ndim == 0]
+    whole = [e for e in placement if e.parameter.ndim == 0 or e.parameter in kept_alone]
     _materialize(module, whole)
     by_id = {id(each.parameter): each for each in placement if each not in whole}
     mesh = _mesh()
-    kept = _kept_in_float32(module)
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
     inner = dict.fromkeys(each for each in (*kept, *blocks) if each is not module)
     for block in [*inner, module]:
@@ -254,17 +254,22 @@ _FLOAT32: Final = MixedPrecisionPolicy(cast_forward_inputs=False)
 
 def _precision() -> MixedPrecisionPolicy:
     half = half_dtype(state.cfg)
-    return _FLOAT32 if half is None else MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    # What is float32 between blocks (the residual stream of a Mamba) stays so, as without sharding.
+    return _FLOAT32 if half is None else MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
 
 
-def _kept_in_float32(root: nn.Module) -> list[nn.Module]:
-    """Return the modules that half precision leaves in float32, the innermost first.
+def _kept_in_float32(root: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Return the modules that half precision leaves in float32, the innermost first, and the parameters beside them.
 
-    `fully_shard` casts all that it gathers at once, so each of them is gathered by itself.
+    `fully_shard` casts all that it gathers at once, so each of these modules is gathered by itself. A parameter of a
+    module that holds others in half precision (the sinks of an attention) cannot be.
     """
     half = half_dtype(state.cfg)
-    kept = frozenset(kept_in_float32(root, half)) if half is not None else frozenset()
-    return [each for each in reversed([*root.modules()]) if each in kept and any(True for _ in each.parameters(False))]
+    pairs = kept_in_float32(root, half) if half is not None else ()
+    kept = {parameter for each, key in pairs if (parameter := each._parameters.get(key)) is not None}
+    modules = [each for each in reversed([*root.modules()]) if any(True for _ in each.parameters(False))]
+    modules = [each for each in modules if all(parameter in kept for parameter in each.parameters())]
+    return modules, kept.difference(parameter for each in modules for parameter in each.parameters())
 
 
 def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:

@@ -214,10 +214,13 @@ def clip_whole_models_with_torch() -> None:
     """Make torch's own `clip_grad_norm_` do what ours does with gradients of the model, until `smp.shutdown()`.
 
     Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses.
+    With a loss scale its `clip_grad_value_` would compare with scaled values.
     """
     if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
         state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
         state.reset_hooks.append(_replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
+    if half_dtype(state.cfg) is torch.float16:
+        state.reset_hooks.append(_replace_in_torch("_group_tensors_by_device_and_dtype", _group_unscaled))
 
 
 def _total_norm(
@@ -227,8 +230,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    parameters = () if state.model is None else state.model.local_parameters()
-    own = {id(each.grad): each for each in parameters if each.grad is not None}
+    own = _parameters_by_gradient()
     # A rank whose part has no gradients gets none, and takes part all the same.
     if gradients and not any(id(each) in own for each in gradients):
         return original(gradients, norm_type, error_if_nonfinite, foreach)
@@ -246,11 +248,32 @@ def _clip_grads_with_norm(
     foreach: bool | None = None,
 ) -> None:
     known = _listed(parameters)
+    optimizer = state.optimizer
+    if optimizer is not None and any(optimizer.model_parameter(each) is not each for each in known):
+        raise UsageError(
+            "torch's clip_grad_norm_ was given master weights, which have no gradients before the optimizer's step",
+            hint="give it model.parameters(), or call smp.clip_grad_norm_, which takes both",
+        )
     own = set() if state.model is None else set(map(id, state.model.local_parameters()))
     if any(id(each) in own for each in known):
         clip_to_norm((gradient for _, gradient in gradients_of(known)), max_norm, total_norm)
     else:
         original(known, max_norm, total_norm, foreach)
+
+
+def _group_unscaled(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    # `clip_grad_value_` comes here with the gradients of the model: clip those without the scale in their place.
+    own = _parameters_by_gradient()
+    if any(id(each) in own for each in lists[0]):
+        unscaled = {id(each.grad): gradient for each, gradient in gradients_of(own.values())}
+        lists = [[unscaled.get(id(each), each) for each in lists[0]]]
+    return original(lists, *args, **kwargs)
+
+
+def _parameters_by_gradient() -> dict[int, torch.Tensor]:
+    """Return this rank's parameters of the model by the ids of their gradients."""
+    parameters = () if state.model is None else state.model.local_parameters()
+    return {id(each.grad): each for each in parameters if each.grad is not None}
 
 
 class GradientHolder(Protocol):

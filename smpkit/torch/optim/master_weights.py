@@ -141,9 +141,9 @@ class MasterWeights:
         """Return what the loss of the backward that comes next is multiplied with."""
         if self._unscaled:
             raise UsageError(
-                "model.backward was called after gradients were clipped and before optimizer.step(), when they had been"
-                " divided by the loss scale",
-                hint="clip right before optimizer.step()",
+                "model.backward was called after gradients were clipped and before optimizer.step(), which uses those"
+                " that were clipped",
+                hint="clip right before optimizer.step(); to leave out the step, call optimizer.zero_grad()",
             )
         return self.loss_scale
 
@@ -253,8 +253,8 @@ class MasterWeights:
 
     def state_dict(self, plain: dict[str, Any]) -> dict[str, Any]:
         """Add masters and loss scale to the optimizer's own state dict."""
-        if self._pending_state is not None:  # loaded before this rank knew its part: the optimizer has none of it yet
-            return dict(self._pending_state)
+        if self._pending_state is not None:  # loaded before this rank knew its part: the optimizer has no states yet
+            return {**self._pending_state, "param_groups": plain["param_groups"]}
         self.create_missing()
         states = dict(plain["state"])
         for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
@@ -263,7 +263,11 @@ class MasterWeights:
         return {**plain, "state": states, SCALER_KEY: self.loss_scaler.state_dict()}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or an optimizer's own; waits until this rank knows its part of the model."""
+        """Load what `state_dict` returned, or an optimizer's own; waits until this rank knows its part of the model.
+
+        Settings such as the learning rate do not wait: scripts read them, and may change them until then.
+        """
+        self._optimizer.load_state_dict({"state": {}, "param_groups": values["param_groups"]})
         self._pending_state = values
         self.create_missing()
 
@@ -275,7 +279,8 @@ class MasterWeights:
         }
         # Drop entries that held a master only: some optimizers take an empty entry for a state that they have made.
         states = {number: entry for number, entry in states.items() if entry}
-        self._optimizer.load_state_dict({"state": states, "param_groups": values["param_groups"]})
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         if SCALER_KEY in values:
             self.loss_scaler.load_state_dict(values[SCALER_KEY])
         with torch.no_grad():

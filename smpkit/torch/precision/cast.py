@@ -24,8 +24,9 @@ MASTER_KEY: Final = "master"
 SCALER_KEY: Final = "loss_scaler"
 """Where an optimizer's state dict has the state of the loss scale."""
 
-_FLOAT32_BUFFERS: Final = frozenset({"inv_freq", "original_inv_freq"})
-"""Frequencies of rotary positions: rounded to float16 they turn position 4096 by a radian and more."""
+_FREQUENCIES: Final = "inv_freq"
+"""How names of frequencies of rotary positions end (`full_attention_inv_freq` in a Gemma 3): rounded to float16 they
+turn position 4096 by a radian and more."""
 
 
 def half_dtype(cfg: ModelParallelConfig) -> torch.dtype | None:
@@ -38,18 +39,18 @@ def half_dtype(cfg: ModelParallelConfig) -> torch.dtype | None:
 def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> None:
     """Cast weights and buffers of floating point in place; parameters stay the same objects.
 
-    What is kept in float32: modules of batch normalisation, rotary frequencies, and modules that a Hugging Face model
-    names in `_keep_in_fp32_modules` (float16) or `_keep_in_fp32_modules_strict` (both).
+    What is kept in float32: modules of batch normalisation, rotary frequencies, and what a Hugging Face model names in
+    `_keep_in_fp32_modules` (float16) or `_keep_in_fp32_modules_strict` (both).
     """
     kept = frozenset(kept_in_float32(root, dtype))
     for module in root.modules():
-        own = torch.float32 if module in kept else dtype
-        for parameter in module.parameters(recurse=False) if weights else ():
-            if parameter.is_floating_point() and parameter.dtype != own:
-                parameter.data = _cast(parameter, own)
+        for key, parameter in module.named_parameters(recurse=False) if weights else ():
+            wanted = torch.float32 if (module, key) in kept else dtype
+            if parameter.is_floating_point() and parameter.dtype != wanted:
+                parameter.data = _cast(parameter, wanted)
         for key, buffer in module.named_buffers(recurse=False):
             # New tensors, unlike parameters: nobody else refers to buffers, but their marks must come along.
-            wanted = torch.float32 if key in _FLOAT32_BUFFERS else own
+            wanted = torch.float32 if (module, key) in kept else dtype
             if buffer.is_floating_point() and buffer.dtype != wanted:
                 module._buffers[key] = copy_mark_to(buffer.to(wanted), buffer)
 
@@ -60,18 +61,23 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return parameter.data.to(dtype)
 
 
-def kept_in_float32(root: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """Yield the modules whose own weights and buffers stay in float32 when the model computes in `dtype`."""
+def kept_in_float32(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the weights and buffers that stay in float32 when the model computes in `dtype`: a module and its key each.
+
+    Hugging Face's lists have names of modules, weights and buffers, or the last words of them (`gate.weight`).
+    """
     lists = ["_keep_in_fp32_modules_strict"]
     if dtype is torch.float16:
         lists.append("_keep_in_fp32_modules")
     for name, module in root.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            yield module
-        for attribute in lists:
-            for wanted in getattr(module, attribute, None) or ():
-                inside = module.named_modules(prefix=name)
-                yield from (each for path, each in inside if f".{wanted}." in f".{path}.")
+        wanted = {each for attribute in lists for each in getattr(module, attribute, None) or ()}
+        for path, inside in module.named_modules(prefix=name) if wanted else ():
+            for key in (*inside._parameters, *inside._buffers):
+                if any(f".{each}." in f".{path}.{key}." for each in wanted):
+                    yield inside, key
+        for key in (*module._parameters, *module._buffers):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) or key.endswith(_FREQUENCIES):
+                yield module, key
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

@@ -138,6 +138,37 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
     assert vars(torch_clip_grad) == before
 
 
+@pytest.mark.usefixtures("world")
+def test_torchs_function_clips_values_without_the_scale_of_the_loss() -> None:
+    smp.init({"fp16": True})
+    model = smp.DistributedModel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), static_loss_scale=128.0)
+    before = [each.detach().float().clone() for each in model.parameters()]
+    model.backward(model(torch.tensor([[3.0, 4.0], [-1.0, 2.0]])).square().sum())
+    wanted = [(each.grad.float() / 128).clamp(-0.25, 0.25) for each in model.parameters() if each.grad is not None]
+    assert all(each.abs().max() == 0.25 for each in wanted)
+    nn.utils.clip_grad_value_(model.parameters(), 0.25)
+    optimizer.step()
+    for old, new, moved in zip(before, model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(new.float(), (old - moved).to(new.dtype).float(), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("world")
+def test_torchs_function_refuses_master_weights_that_have_no_gradients_yet() -> None:
+    """As scripts for Apex give them, with `amp.master_params(optimizer)`."""
+    smp.init({"bf16": True})
+    model = smp.DistributedModel(nn.Linear(2, 1))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    model.backward(model(torch.ones(1, 2)).sum())
+    masters = [each for group in optimizer.param_groups for each in group["params"]]
+    with pytest.raises(UsageError, match="was given master weights, which have no gradients before"):
+        nn.utils.clip_grad_norm_(masters, 1.0)
+    assert smp.clip_grad_norm_(masters, 1.0) > 0
+
+
 class Holder:
     """Takes the gradients of some parameters as they come."""
 

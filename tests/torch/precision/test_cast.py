@@ -38,13 +38,18 @@ def model_parameter_of(model: smp.DistributedModel) -> torch.Tensor:
 
 class Model(nn.Module):
     _keep_in_fp32_modules = ("wo",)
+    _keep_in_fp32_modules_strict = ("sinks", "correction", "gate.weight")
 
     def __init__(self) -> None:
         super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.sinks = nn.Parameter(torch.rand(3))
         self.wi = nn.Linear(4, 4)
         self.wo = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("inv_freq", torch.rand(3))
+        self.register_buffer("full_attention_inv_freq", torch.rand(3))
+        self.register_buffer("correction", torch.rand(3))
         self.register_buffer("bias", torch.rand(3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.seen: list[torch.dtype] = []
@@ -69,6 +74,7 @@ def test_the_model_is_cast_and_what_goes_in_and_comes_out(name: str, dtype: torc
     assert {id(each) for each in model.parameters()} == {id(each) for each in weights.values()}
     kept = torch.float32 if name == "fp16" else dtype  # Transformers' rule for this list
     assert (module.wi.weight.dtype, module.wo.weight.dtype) == (dtype, kept)
+    assert (module.sinks.dtype, module.gate.weight.dtype, module.gate.bias.dtype) == (torch.float32,) * 2 + (dtype,)
     norm = module.norm
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
@@ -78,7 +84,8 @@ def test_the_model_is_cast_and_what_goes_in_and_comes_out(name: str, dtype: torc
         torch.int64,
     )
     buffers = {key: value.dtype for key, value in module.named_buffers(recurse=False)}
-    assert buffers == {"inv_freq": torch.float32, "bias": dtype, "count": torch.int64}
+    in_float32 = dict.fromkeys(["inv_freq", "full_attention_inv_freq", "correction"], torch.float32)
+    assert buffers == {**in_float32, "bias": dtype, "count": torch.int64}
 
 
 def test_delayed_weights_stay_without_memory_and_are_those_of_float32_rounded() -> None:

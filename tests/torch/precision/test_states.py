@@ -93,6 +93,29 @@ def test_state_dicts_of_a_pipeline_load_before_its_first_step() -> None:
     assert all(master.equal(masters[name]) for name, master in again.end()[1].items())
 
 
+@pytest.mark.parametrize("way", ["checkpoint", "state dict"])
+@on_ranks(2)
+def test_a_setting_that_is_changed_before_the_first_step_stays(way: str, tmp_path: Path) -> None:
+    """As scripts do that set the learning rate before each step, or go on with another one."""
+    job = Job(2)
+    job.train(range(1))
+    smp.save_checkpoint(str(tmp_path), "one")
+    kept = copy.deepcopy(job.optimizer.state_dict())
+    job.end()
+    again = Job(2)
+    if way == "checkpoint":
+        smp.resume_from_checkpoint(str(tmp_path))
+    else:
+        again.optimizer.load_state_dict(kept)
+    assert again.optimizer.param_groups[0]["lr"] == kept["param_groups"][0]["lr"]
+    again.optimizer.param_groups[0].update(lr=0.125, initial_lr=1.0)
+    assert again.optimizer.state_dict()["param_groups"][0]["lr"] == 0.125
+    again.train(range(1))
+    assert again.optimizer.param_groups[0]["lr"] == 0.125
+    assert again.optimizer.param_groups[0]["initial_lr"] == 1.0
+    again.end()
+
+
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
