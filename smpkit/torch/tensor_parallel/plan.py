@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -84,21 +84,29 @@ _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 
 @dataclass(frozen=True)
 class _Named:
-    """What the plan names: a module or a bare parameter, with its name from the root on, and the module around it."""
+    """What the plan names: a module or a bare parameter, with its name from the root on, and the module around it.
+
+    Args:
+        readers: modules that read its weight by themselves.
+    """
 
     name: str
     style: str
     owner: Any
     target: Any
+    readers: Sequence[nn.Module] = ()
 
     @property
     def division(self) -> _Division | None:
         return _DIVISIONS.get(self.style)
 
     @property
-    def is_excepted(self) -> bool:
+    def why_excepted(self) -> str | None:
         marking = marking_of(self.target) if isinstance(self.target, nn.Module) else None
-        return marking is not None and not marking.enabled
+        if marking is not None and not marking.enabled:
+            return "it is excepted from tensor parallelism"
+        is_read = self.readers and self.division is not None
+        return f"{type(self.readers[0]).__name__} reads the weight of `{self.name}` by itself" if is_read else None
 
 
 @dataclass(frozen=True)
@@ -152,12 +160,12 @@ def _plan_of(module: nn.Module) -> Mapping[str, str]:
     return plan if isinstance(plan, Mapping) else {}
 
 
-def _named_by_plan(root: nn.Module) -> list[_Named]:
+def _named_by_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Module]]) -> list[_Named]:
     plan = _plan_of(root)
     everything: list[tuple[str, Any]] = [*root.named_modules(), *root.named_parameters()]
     styled = ((name, plan.get(_generic(name)), target) for name, target in everything)
     return [
-        _Named(name, style, root.get_submodule(name.rpartition(".")[0]), target)
+        _Named(name, style, root.get_submodule(name.rpartition(".")[0]), target, readers.get(target, ()))
         for name, style, target in styled
         if style is not None
     ]
@@ -167,11 +175,15 @@ def _generic(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def apply_tp_plan(root: nn.Module) -> None:
+def apply_tp_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Module]]) -> None:
     """Divide the layers of a model over the tensor-parallel ranks as its plan says.
 
     What cannot be divided stays whole, and a line of the log says why: layers outside a list of layers, sizes that the
-    ranks do not divide, parts that the user excepted.
+    ranks do not divide, parts that the user excepted, weights that other modules read.
+
+    Args:
+        root: the model.
+        readers: of the weights of modules.
 
     Raises:
         UnsupportedError: a style that smpkit does not know; dropout where ranks bring samples of their own; with
@@ -179,9 +191,9 @@ def apply_tp_plan(root: nn.Module) -> None:
     """
     if state.tp_size == 1:
         return
-    named = _named_by_plan(root)
+    named = _named_by_plan(root, readers)
     _refuse_unknown_styles(root, named)
-    vocabulary = divide_vocabulary(root, {each.target: each.style for each in named if not each.is_excepted})
+    vocabulary = divide_vocabulary(root, {each.target: each.style for each in named if each.why_excepted is None})
     named = [each for each in named if each.target not in vocabulary]
     undivided: dict[str, str] = {}
     groups = [*_divisible_groups(root, named, undivided)]
@@ -213,7 +225,7 @@ def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
     for each in named:
         is_known = each.style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
         is_elsewhere = each.style == "embedding_rowwise" and _stack_of(root, each.name) is not None
-        if (not is_known or is_elsewhere) and not each.is_excepted:
+        if (not is_known or is_elsewhere) and each.why_excepted is None:
             raise UnsupportedError(
                 f"the plan of {type(root).__name__} divides `{_generic(each.name)}` by the style `{each.style}`, which"
                 " smpkit does not know there",
@@ -230,7 +242,7 @@ def _divisible_groups(root: nn.Module, named: list[_Named], undivided: dict[str,
             child = ".".join(each.name.split(".")[: stack.count(".") + 3])
             groups.setdefault(child, _Group(child, stack)).members.append(each)
         elif each.division is not None:
-            undivided[_generic(each.name)] = "it lies outside of lists of layers"
+            undivided[_generic(each.name)] = each.why_excepted or "it lies outside of lists of layers"
     for group in groups.values():
         why = next(filter(None, [*map(_why_undivided, group.members), _why_heads_differ(group)]), None)
         if why is None:
@@ -259,10 +271,8 @@ def _base_of(root: nn.Module, stack: str) -> str:
 def _why_undivided(named: _Named) -> str | None:
     """Return why something cannot be divided by its style; None if it can."""
     name, target, division = named.name, named.target, named.division
-    if named.is_excepted:
-        return "it is excepted from tensor parallelism"
-    if division is None:
-        return None
+    if named.why_excepted is not None or division is None:
+        return named.why_excepted
     if isinstance(target, nn.Parameter):
         if "gate_up" in name and not division.packed:  # halves of each expert, which its plan divides as one
             return f"the plan divides `{name}` as if it held one weight"
@@ -319,10 +329,12 @@ def _why_heads_are_indivisible(attention: Any, name: str, layer: nn.Linear) -> s
 
 
 def _why_heads_differ(group: _Group) -> str | None:
-    """Return what has weights of its own for each head (Cohere's norms of queries); None if nothing has."""
-    rows = (name for name, module in group.unnamed_inside() if any(each.dim() > 1 for each in module.parameters()))
-    name = next(rows, None)
-    return None if name is None else f"`{name}` has weights of its own for each head"
+    """Return what has weights of its own for each head (norms of queries of Cohere, of StableLM); None if nothing."""
+    for name, module in group.unnamed_inside():
+        has_list = any(isinstance(each, nn.ModuleList) for each in module.modules())
+        if has_list or any(each.dim() > 1 for each in module.parameters()):
+            return f"`{name}` has weights of its own for each head"
+    return None
 
 
 def _is_norm(module: nn.Module) -> bool:

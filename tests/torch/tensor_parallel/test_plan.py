@@ -197,9 +197,35 @@ def embeddings_with_more_than_a_table() -> None:
         smp.shutdown()
 
 
+def weights_that_others_read() -> None:
+    """As Liger's kernels do, a forward computes the loss from the weight of the head."""
+    from transformers import LlamaForCausalLM
+
+    class Fused(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None) -> Any:  # type: ignore[override]
+            return self.loss_of(self.model(input_ids=input_ids)[0])
+
+        def loss_of(self, hidden: Tensor) -> Tensor:
+            return (hidden.to(self.lm_head.weight.dtype) @ self.lm_head.weight.t()).logsumexp(-1).mean()
+
+    tokens, *_ = samples()
+    plain, module = fresh(), fresh()
+    for each in (plain, module):
+        each.__class__ = Fused
+    model = wrapped(module, prescaled_batch=True)
+    assert module.model.layers[0].mlp.gate_proj.weight.shape == (12, 16)
+    losses = [each(input_ids=tokens) for each in (model, plain)]
+    losses[0].backward()
+    losses[1].backward()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(module.lm_head.weight.grad, plain.lm_head.weight.grad)
+    smp.shutdown()
+
+
 CASES = (
     *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed, indivisible),
     embeddings_with_more_than_a_table,
+    weights_that_others_read,
 )
 
 
@@ -214,6 +240,9 @@ def test_norms_of_latent_attention_see_whole_values() -> None:
     attention.q_a_layernorm, attention.q_b_proj, attention.q_norm = nn.LayerNorm(6), nn.Linear(6, 16), nn.LayerNorm(4)
     group = plan._Group("", "", [plan._Named("q_b_proj", "colwise", attention, attention.q_b_proj)])
     assert [name for name, _ in group.unnamed_inside()] == ["q_norm"]
+    assert plan._why_heads_differ(group) is None
+    attention.q_norm = nn.ModuleList(nn.LayerNorm(4) for _ in range(4))  # as StableLM has them
+    assert plan._why_heads_differ(group) == "`q_norm` has weights of its own for each head"
 
 
 def test_losses_are_those_of_hugging_face() -> None:
