@@ -26,6 +26,7 @@ parameters is a block or a norm; other stacks are refused.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,7 +157,7 @@ def has_tp_plan(module: nn.Module) -> bool:
 
 
 def _plan_of(module: nn.Module) -> Mapping[str, str]:
-    plan = getattr(module, "_tp_plan", None)
+    plan = inspect.getattr_static(module, "_tp_plan", None)  # PEFT's wrappers pass on what their model has
     return plan if isinstance(plan, Mapping) else {}
 
 
@@ -502,6 +503,8 @@ def _prepare_base(root: Any, base: nn.Module) -> None:
     _mark_whole(base, adds_up=False, except_for=table)
     base.register_forward_pre_hook(_gather_inputs, with_kwargs=True)
     base.register_forward_hook(_return_own_samples, always_call=True)
+    if hasattr(root, "generate"):
+        vars(root)["generate"] = functools.partial(_generate, root)
 
 
 def _refuse_dropout(base: nn.Module) -> None:
@@ -545,10 +548,22 @@ def _gather_inputs(
             "the model was called without a tensor that says how many samples there are",
             hint="pass `input_ids` or `inputs_embeds`",
         )
+    if not torch.is_grad_enabled() and "attention_mask" in kwargs and kwargs["attention_mask"] is None:
+        kwargs["attention_mask"] = _mask_of_nothing(kwargs)
     gathered = tuple(_gather_input(value, "", samples) for value in args)
     named = {name: _gather_input(value, name, samples) for name, value in kwargs.items()}
     in_forward.gathered_by = base
     return gathered, named
+
+
+def _mask_of_nothing(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the mask that `generate` has left out, because no sample of this rank is padded; another's may be."""
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    if tokens is None:
+        return None
+    cache = kwargs.get("past_key_values")
+    length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+    return torch.ones((tokens.shape[0], length), dtype=torch.int64, device=tokens.device)
 
 
 def _gather_input(value: Any, name: str, samples: int) -> Any:
@@ -578,6 +593,17 @@ def _return_own_samples(base: nn.Module, _args: Any, output: Any) -> Any:
     for name, value in output.items():
         output[name] = own(value)
     return output
+
+
+def _generate(root: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate until the samples of all ranks have ended; a rank that ended before would be missed in every layer."""
+    config = kwargs.get("generation_config") or root.generation_config
+    if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1:
+        raise UnsupportedError(
+            "beam search reorders the cache by this rank's samples, but it has those of all tensor-parallel ranks",
+            hint="set `prescaled_batch: true`, or `num_beams=1`",
+        )
+    return type(root).generate(root, *args, **{"synced_gpus": True, **kwargs})
 
 
 # --- parts of the hidden states between the layers --------------------------------------------------------------------

@@ -54,15 +54,31 @@ def lazy_logits() -> None:
 
 
 def generation() -> None:
-    """Ranks with batches of their own generate what one process does."""
+    """Ranks with batches of their own generate what one process does, whoever has padding, whoever ends first."""
     module = fresh("Qwen3")
-    tokens, mask = (each[:4].flip(1) for each in samples()[:2])
-    options = {"max_new_tokens": 3, "do_sample": False}
+    tokens, mask = (each[4:].flip(1) for each in samples()[:2])
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     plain = fresh("Qwen3").generate(tokens, attention_mask=mask, **options)
     model = wrapped(module, optimize="memory")
     mine = slice(2 * smp.tp_rank(), 2 * smp.tp_rank() + 2)
+    options["eos_token_id"] = plain[:2, tokens.shape[1]].tolist()
+    plain = fresh("Qwen3").generate(tokens, attention_mask=mask, **options)
     made = model.get_module().generate(tokens[mine], attention_mask=mask[mine], **options)
-    assert torch.equal(made, plain[mine])
+    assert torch.equal(made, plain[mine, : made.shape[1]])
+    assert made.shape[1] == tokens.shape[1] + (3 if smp.tp_rank() else 1)
+    with pytest.raises(UnsupportedError, match="beam search reorders the cache"):
+        model.get_module().generate(tokens[mine], num_beams=2)
+
+
+def adapters() -> None:
+    """A model inside of PEFT's is found, and what has an adapter stays whole."""
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
+
+    module = get_peft_model(fresh(), LoraConfig(target_modules=["q_proj"]))
+    model = wrapped(module, prescaled_batch=True)
+    layer = model.get_module().base_model.model.model.layers[0]
+    assert layer.mlp.gate_proj.weight.shape == (12, 16)
+    assert layer.self_attn.q_proj.base_layer.weight.shape == (16, 16)
 
 
 def exceptions() -> None:
@@ -226,6 +242,7 @@ CASES = (
     *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed, indivisible),
     embeddings_with_more_than_a_table,
     weights_that_others_read,
+    adapters,
 )
 
 
