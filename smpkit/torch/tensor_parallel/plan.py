@@ -491,6 +491,8 @@ def _copy_rotated_part(attention: Any, _module: nn.Module, _args: Any, output: t
 
 def _prepare_base(root: Any, base: nn.Module) -> None:
     """Let the model that runs the layers compute on the samples of all ranks, where each brings its own."""
+    base.register_forward_pre_hook(_note_gradients)
+    base.register_forward_hook(_forget_gradients, always_call=True)
     base.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)
     if state.cfg.prescaled_batch:
         return
@@ -505,6 +507,14 @@ def _prepare_base(root: Any, base: nn.Module) -> None:
     base.register_forward_hook(_return_own_samples, always_call=True)
     if hasattr(root, "generate"):
         vars(root)["generate"] = functools.partial(_generate, root)
+
+
+def _note_gradients(_base: nn.Module, _args: Any) -> None:
+    in_forward.has_gradients = torch.is_grad_enabled()
+
+
+def _forget_gradients(_base: nn.Module, _args: Any, _output: Any) -> None:
+    in_forward.has_gradients = None  # a recomputation in backward has them, too
 
 
 def _refuse_dropout(base: nn.Module) -> None:
@@ -614,7 +624,8 @@ def _layout_now() -> Layout:
 
     Without gradients all is whole: nothing is kept that dividing would save, and a generated token is one position.
     """
-    if not (_divides_between_layers() and torch.is_grad_enabled()):
+    noted = in_forward.has_gradients
+    if not (_divides_between_layers() and (torch.is_grad_enabled() if noted is None else noted)):
         return Layout.REPLICATE
     return Layout.SHARD_SEQUENCE if state.cfg.prescaled_batch else Layout.SHARD_BATCH
 

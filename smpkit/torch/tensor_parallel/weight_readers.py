@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -21,11 +21,12 @@ def weight_readers(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """Return the modules in a model whose weight the forwards of others read, each with those others."""
     readers: dict[nn.Module, list[nn.Module]] = {}
     for reader in root.modules():
+        kind: Any = type(reader)
         forward = getattr(reader.forward, "__func__", reader.forward)
         # torch's own forwards do it in evaluation, for a kernel that divided modules rule out.
         if getattr(forward, "__module__", "").startswith("torch."):
             continue
-        for path in _paths_read(type(reader), forward):
+        for path in _paths_read(kind, forward):
             try:
                 readers.setdefault(reader.get_submodule(path), []).append(reader)
             except AttributeError:  # the option that makes it is off
@@ -34,7 +35,7 @@ def weight_readers(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 
 
 @functools.cache
-def _paths_read(kind: Hashable, forward: Callable[..., Any]) -> list[str]:
+def _paths_read(kind: Any, forward: Callable[..., Any]) -> list[str]:
     """Return `a.b` for each `self.a.b.weight` in a forward, or in methods that are called from there."""
     paths, seen, functions = dict[str, None](), set[Any](), [forward]
     while functions:
