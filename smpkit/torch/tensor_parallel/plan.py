@@ -558,21 +558,24 @@ def _gather_inputs(
             "the model was called without a tensor that says how many samples there are",
             hint="pass `input_ids` or `inputs_embeds`",
         )
-    if not torch.is_grad_enabled() and "attention_mask" in kwargs and kwargs["attention_mask"] is None:
-        kwargs["attention_mask"] = _mask_of_nothing(kwargs)
+    cache = kwargs.get("past_key_values")
+    if cache is not None and kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = _mask_of_nothing(kwargs, cache)
     gathered = tuple(_gather_input(value, "", samples) for value in args)
     named = {name: _gather_input(value, name, samples) for name, value in kwargs.items()}
     in_forward.gathered_by = base
     return gathered, named
 
 
-def _mask_of_nothing(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the mask that `generate` has left out, because no sample of this rank is padded; another's may be."""
+def _mask_of_nothing(kwargs: Mapping[str, Any], cache: Any) -> torch.Tensor | None:
+    """Return the mask that `generate` has left out, because no sample of this rank is padded; another's may be.
+
+    Only with a cache: without one, positions may say that several sequences are in a sample, if there is no mask.
+    """
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is None:
         return None
-    cache = kwargs.get("past_key_values")
-    length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+    length = tokens.shape[1] + cache.get_seq_length()
     return torch.ones((tokens.shape[0], length), dtype=torch.int64, device=tokens.device)
 
 

@@ -68,6 +68,11 @@ def generation() -> None:
     assert made.shape[1] == tokens.shape[1] + (3 if smp.tp_rank() else 1)
     with pytest.raises(UnsupportedError, match="beam search reorders the cache"):
         model.get_module().generate(tokens[mine], num_beams=2)
+    packed = torch.arange(tokens.shape[1]).remainder(3).expand_as(tokens)  # without a mask: two sequences in a sample
+    with torch.no_grad():
+        ours = model(input_ids=tokens[mine], position_ids=packed[mine]).logits
+        theirs = fresh("Qwen3")(input_ids=tokens, position_ids=packed).logits[mine]
+    torch.testing.assert_close(ours, theirs)
 
 
 def adapters() -> None:
