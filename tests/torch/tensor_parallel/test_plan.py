@@ -223,7 +223,7 @@ def weights_that_others_read() -> None:
     from transformers import LlamaForCausalLM
 
     class Fused(LlamaForCausalLM):
-        def forward(self, input_ids: Any = None) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Any = None) -> Any:
             return self.loss_of(self.model(input_ids=input_ids)[0])
 
         def loss_of(self, hidden: Tensor) -> Tensor:
