@@ -379,9 +379,10 @@ PARTLY_DIVIDED: dict[str, Case] = {
     ),
     "Doge": divisible("Doge"),
     "normed Cohere": divisible("Cohere", use_qk_norm=True),
+    "DeBERTa-v2": TRANSFORMERS["DeBERTa-v2"],
 }
 """What mixes positions is whole on each of two ranks: linear attention, heads that they do not divide, masks that heads
-share, norms with weights for each head."""
+share, norms with weights for each head, tables of distances that a module reads by itself."""
 
 # --- torchvision and timm ---------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from smpkit.torch.model_checks import (
     refuse_comm_hook,
     refuse_gradients_beyond_step,
     refuse_join,
+    refuse_layers_dropped_by_rank,
     refuse_parameters_beyond_model,
 )
 from smpkit.torch.model_parts import ModelParts, alias_module
@@ -210,6 +211,8 @@ class DistributedModel(ModelParts):
                 )
             self._count_pass()
             number = random_number() if state.tp_size > 1 and self.training else 0
+            if number and self._counts["passes"] <= 1:
+                refuse_layers_dropped_by_rank(self.module)
             number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
             for begin in self.participants.begin_outside_step:
                 begin(self.training)

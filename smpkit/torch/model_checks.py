@@ -100,6 +100,23 @@ def check_trains(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
+def refuse_layers_dropped_by_rank(model: nn.Module) -> None:
+    """Refuse LayerDrop in a forward outside of a step, in which tensor-parallel ranks with own samples toss own coins.
+
+    Values of different layers would be exchanged, which have the same shape. In a step all ranks leave out the same.
+    """
+    if state.cfg.prescaled_batch:
+        return
+    for module in model.modules():
+        for name, value in getattr(getattr(module, "config", None), "__dict__", {}).items():
+            if "layerdrop" in name and isinstance(value, float) and value > 0:
+                raise UnsupportedError(
+                    f"the configuration of {type(module).__name__} has `{name}` {value}: outside of a step each"
+                    " tensor-parallel rank would leave out other layers",
+                    hint=f"train in a function decorated with @smp.step, or set `{name}` to 0",
+                )
+
+
 def refuse_gradients_beyond_step(step: str, arguments: object) -> None:
     """Refuse a batch that needs gradients: ranks get copies of it, and what these are given would come back to nothing.
 

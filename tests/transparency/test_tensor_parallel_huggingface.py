@@ -30,6 +30,11 @@ def divide_and_checkpoint(module: nn.Module) -> None:
             smp.set_activation_checkpointing(each)
 
 
+def divide_and_checkpoint_as_transformers_4(module: Any) -> None:
+    divide(module)
+    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
 OWN = Way(tensor=2, replicas=2, microbatches=1, batches=(8, 8), prepare=divide, config={"optimize": "speed"})
 OWN_FOR_MEMORY = replace(OWN, config={"optimize": "memory"})
 SHARED = replace(OWN, replicas=1, config={"prescaled_batch": True})
@@ -76,6 +81,11 @@ def test_a_model_trains_as_in_one_process(name: str, way: Way) -> None:
 @pytest.mark.parametrize(("name", "way"), [("Llama", SHARED), ("Llama", OWN_FOR_MEMORY)], ids=str)
 def test_a_checkpointed_model_trains_as_in_one_process(name: str, way: Way) -> None:
     same(DIVISIBLE[name], replace(way, prepare=divide_and_checkpoint), tolerance=TOLERANCE)
+
+
+def test_a_checkpoint_without_gradients_in_forward_trains_as_one_process() -> None:
+    way = replace(SHARED_FOR_MEMORY, prepare=divide_and_checkpoint_as_transformers_4)
+    same(DIVISIBLE["Llama"], way, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "way"), [*product(PARTLY_DIVIDED, (SHARED, OWN))], ids=str)

@@ -18,7 +18,7 @@ tensor-parallel rank they return their argument. Those that cut a dimension rais
 it.
 
 In a dry run (a step that is traced or measured on one rank, or runs on fake tensors) nothing is sent: the result has
-the right shape and stands for what the other ranks would send.
+the right shape and strides, by which a pipeline receives it, and stands for what the other ranks would send.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ def _dry_run_result(x: torch.Tensor, kind: str, dims: tuple[int, ...]) -> torch.
     if kind in ("gather_to_tp", "gather_from_tp"):
         return torch.cat([x] * state.tp_size, dims[0])
     if kind in _SPOKEN:
-        part = x.narrow(dims[0], 0, x.shape[dims[0]] // state.tp_size)
+        part = _own_part(x, dims[0])
         return torch.cat([part] * state.tp_size, dims[1]) if kind == "all_to_all" else part
-    return x
+    return x if kind == "copy_to_tp" else x.clone(memory_format=torch.contiguous_format)
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------

@@ -26,9 +26,10 @@ parameters is a block or a norm; other stacks are refused.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -84,21 +85,29 @@ _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 
 @dataclass(frozen=True)
 class _Named:
-    """What the plan names: a module or a bare parameter, with its name from the root on, and the module around it."""
+    """What the plan names: a module or a bare parameter, with its name from the root on, and the module around it.
+
+    Args:
+        readers: modules that read its weight by themselves.
+    """
 
     name: str
     style: str
     owner: Any
     target: Any
+    readers: Sequence[nn.Module] = ()
 
     @property
     def division(self) -> _Division | None:
         return _DIVISIONS.get(self.style)
 
     @property
-    def is_excepted(self) -> bool:
+    def why_excepted(self) -> str | None:
         marking = marking_of(self.target) if isinstance(self.target, nn.Module) else None
-        return marking is not None and not marking.enabled
+        if marking is not None and not marking.enabled:
+            return "it is excepted from tensor parallelism"
+        is_read = self.readers and self.division is not None
+        return f"{type(self.readers[0]).__name__} reads the weight of `{self.name}` by itself" if is_read else None
 
 
 @dataclass(frozen=True)
@@ -148,16 +157,16 @@ def has_tp_plan(module: nn.Module) -> bool:
 
 
 def _plan_of(module: nn.Module) -> Mapping[str, str]:
-    plan = getattr(module, "_tp_plan", None)
+    plan = inspect.getattr_static(module, "_tp_plan", None)  # PEFT's wrappers pass on what their model has
     return plan if isinstance(plan, Mapping) else {}
 
 
-def _named_by_plan(root: nn.Module) -> list[_Named]:
+def _named_by_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Module]]) -> list[_Named]:
     plan = _plan_of(root)
     everything: list[tuple[str, Any]] = [*root.named_modules(), *root.named_parameters()]
     styled = ((name, plan.get(_generic(name)), target) for name, target in everything)
     return [
-        _Named(name, style, root.get_submodule(name.rpartition(".")[0]), target)
+        _Named(name, style, root.get_submodule(name.rpartition(".")[0]), target, readers.get(target, ()))
         for name, style, target in styled
         if style is not None
     ]
@@ -167,11 +176,15 @@ def _generic(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def apply_tp_plan(root: nn.Module) -> None:
+def apply_tp_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Module]]) -> None:
     """Divide the layers of a model over the tensor-parallel ranks as its plan says.
 
     What cannot be divided stays whole, and a line of the log says why: layers outside a list of layers, sizes that the
-    ranks do not divide, parts that the user excepted.
+    ranks do not divide, parts that the user excepted, weights that other modules read.
+
+    Args:
+        root: the model.
+        readers: of the weights of modules.
 
     Raises:
         UnsupportedError: a style that smpkit does not know; dropout where ranks bring samples of their own; with
@@ -179,9 +192,9 @@ def apply_tp_plan(root: nn.Module) -> None:
     """
     if state.tp_size == 1:
         return
-    named = _named_by_plan(root)
+    named = _named_by_plan(root, readers)
     _refuse_unknown_styles(root, named)
-    vocabulary = divide_vocabulary(root, {each.target: each.style for each in named if not each.is_excepted})
+    vocabulary = divide_vocabulary(root, {each.target: each.style for each in named if each.why_excepted is None})
     named = [each for each in named if each.target not in vocabulary]
     undivided: dict[str, str] = {}
     groups = [*_divisible_groups(root, named, undivided)]
@@ -213,7 +226,7 @@ def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
     for each in named:
         is_known = each.style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
         is_elsewhere = each.style == "embedding_rowwise" and _stack_of(root, each.name) is not None
-        if (not is_known or is_elsewhere) and not each.is_excepted:
+        if (not is_known or is_elsewhere) and each.why_excepted is None:
             raise UnsupportedError(
                 f"the plan of {type(root).__name__} divides `{_generic(each.name)}` by the style `{each.style}`, which"
                 " smpkit does not know there",
@@ -230,7 +243,7 @@ def _divisible_groups(root: nn.Module, named: list[_Named], undivided: dict[str,
             child = ".".join(each.name.split(".")[: stack.count(".") + 3])
             groups.setdefault(child, _Group(child, stack)).members.append(each)
         elif each.division is not None:
-            undivided[_generic(each.name)] = "it lies outside of lists of layers"
+            undivided[_generic(each.name)] = each.why_excepted or "it lies outside of lists of layers"
     for group in groups.values():
         why = next(filter(None, [*map(_why_undivided, group.members), _why_heads_differ(group)]), None)
         if why is None:
@@ -259,10 +272,8 @@ def _base_of(root: nn.Module, stack: str) -> str:
 def _why_undivided(named: _Named) -> str | None:
     """Return why something cannot be divided by its style; None if it can."""
     name, target, division = named.name, named.target, named.division
-    if named.is_excepted:
-        return "it is excepted from tensor parallelism"
-    if division is None:
-        return None
+    if named.why_excepted is not None or division is None:
+        return named.why_excepted
     if isinstance(target, nn.Parameter):
         if "gate_up" in name and not division.packed:  # halves of each expert, which its plan divides as one
             return f"the plan divides `{name}` as if it held one weight"
@@ -319,10 +330,12 @@ def _why_heads_are_indivisible(attention: Any, name: str, layer: nn.Linear) -> s
 
 
 def _why_heads_differ(group: _Group) -> str | None:
-    """Return what has weights of its own for each head (Cohere's norms of queries); None if nothing has."""
-    rows = (name for name, module in group.unnamed_inside() if any(each.dim() > 1 for each in module.parameters()))
-    name = next(rows, None)
-    return None if name is None else f"`{name}` has weights of its own for each head"
+    """Return what has weights of its own for each head (norms of queries of Cohere, of StableLM); None if nothing."""
+    for name, module in group.unnamed_inside():
+        has_list = any(isinstance(each, nn.ModuleList) for each in module.modules())
+        if has_list or any(each.dim() > 1 for each in module.parameters()):
+            return f"`{name}` has weights of its own for each head"
+    return None
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -478,6 +491,8 @@ def _copy_rotated_part(attention: Any, _module: nn.Module, _args: Any, output: t
 
 def _prepare_base(root: Any, base: nn.Module) -> None:
     """Let the model that runs the layers compute on the samples of all ranks, where each brings its own."""
+    base.register_forward_pre_hook(_note_gradients)
+    base.register_forward_hook(_forget_gradients, always_call=True)
     base.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)
     if state.cfg.prescaled_batch:
         return
@@ -490,6 +505,16 @@ def _prepare_base(root: Any, base: nn.Module) -> None:
     _mark_whole(base, adds_up=False, except_for=table)
     base.register_forward_pre_hook(_gather_inputs, with_kwargs=True)
     base.register_forward_hook(_return_own_samples, always_call=True)
+    if hasattr(root, "generate"):
+        vars(root)["generate"] = functools.partial(_generate, root)
+
+
+def _note_gradients(_base: nn.Module, _args: Any) -> None:
+    in_forward.has_gradients = torch.is_grad_enabled()
+
+
+def _forget_gradients(_base: nn.Module, _args: Any, _output: Any) -> None:
+    in_forward.has_gradients = None  # a recomputation in backward has them, too
 
 
 def _refuse_dropout(base: nn.Module) -> None:
@@ -533,10 +558,25 @@ def _gather_inputs(
             "the model was called without a tensor that says how many samples there are",
             hint="pass `input_ids` or `inputs_embeds`",
         )
+    cache = kwargs.get("past_key_values")
+    if cache is not None and kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = _mask_of_nothing(kwargs, cache)
     gathered = tuple(_gather_input(value, "", samples) for value in args)
     named = {name: _gather_input(value, name, samples) for name, value in kwargs.items()}
     in_forward.gathered_by = base
     return gathered, named
+
+
+def _mask_of_nothing(kwargs: Mapping[str, Any], cache: Any) -> torch.Tensor | None:
+    """Return the mask that `generate` has left out, because no sample of this rank is padded; another's may be.
+
+    Only with a cache: without one, positions may say that several sequences are in a sample, if there is no mask.
+    """
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    if tokens is None:
+        return None
+    length = tokens.shape[1] + cache.get_seq_length()
+    return torch.ones((tokens.shape[0], length), dtype=torch.int64, device=tokens.device)
 
 
 def _gather_input(value: Any, name: str, samples: int) -> Any:
@@ -568,6 +608,17 @@ def _return_own_samples(base: nn.Module, _args: Any, output: Any) -> Any:
     return output
 
 
+def _generate(root: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate until the samples of all ranks have ended; a rank that ended before would be missed in every layer."""
+    config = kwargs.get("generation_config") or root.generation_config
+    if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1:
+        raise UnsupportedError(
+            "beam search reorders the cache by this rank's samples, but it has those of all tensor-parallel ranks",
+            hint="set `prescaled_batch: true`, or `num_beams=1`",
+        )
+    return type(root).generate(root, *args, **{"synced_gpus": True, **kwargs})
+
+
 # --- parts of the hidden states between the layers --------------------------------------------------------------------
 
 
@@ -576,7 +627,8 @@ def _layout_now() -> Layout:
 
     Without gradients all is whole: nothing is kept that dividing would save, and a generated token is one position.
     """
-    if not (_divides_between_layers() and torch.is_grad_enabled()):
+    noted = in_forward.has_gradients
+    if not (_divides_between_layers() and (torch.is_grad_enabled() if noted is None else noted)):
         return Layout.REPLICATE
     return Layout.SHARD_SEQUENCE if state.cfg.prescaled_batch else Layout.SHARD_BATCH
 

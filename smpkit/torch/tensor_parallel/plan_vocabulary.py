@@ -32,6 +32,8 @@ class _InForward(threading.local):
 
     gathered_by: nn.Module | None = None
     """The model that has gathered the inputs of all ranks."""
+    has_gradients: bool | None = None
+    """Whether the model that runs the layers was called with gradients; torch's reentrant checkpoint hides it."""
     loss_reads_divided_logits = False
 
 

@@ -41,6 +41,7 @@ from smpkit.torch.tensor_parallel.registry import (
     rule_for,
     with_overrides,
 )
+from smpkit.torch.tensor_parallel.weight_readers import weight_readers
 
 
 def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: bool | None = None) -> nn.Module:
@@ -84,7 +85,7 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
         for parameter in module.parameters():
             if not is_delayed(parameter):
                 parameter.data = weights_of_first_rank(parameter.data)
-        apply_tp_plan(module)
+        apply_tp_plan(module, search.readers)
     if state.rank == 0:
         announce(search.report())
     # Last: until here the old modules are in the model, and translations and the report read them there.
@@ -99,7 +100,7 @@ def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
     for each in search.replaced:
         _hand_over(each)
     for module in search.planned.values():
-        apply_tp_plan(module)
+        apply_tp_plan(module, search.readers)
     return _install(root, search.replaced), report
 
 
@@ -167,6 +168,7 @@ class _Search:
         replaced: what becomes another module.
         planned: what is divided in place, by name.
         skipped: why a marked module stays as it is, by name.
+        readers: of the weights of modules.
     """
 
     def __init__(self, root: nn.Module, *, minds_hooks: bool = True) -> None:
@@ -178,6 +180,7 @@ class _Search:
         self._seen: set[nn.Module] = set()
         self._holders: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
         self._names = {parameter: name for name, parameter in root.named_parameters()}
+        self.readers = weight_readers(root)
         for module in root.modules():
             for parameter in module.parameters(recurse=False):
                 self._holders[parameter].add(module)
@@ -200,7 +203,8 @@ class _Search:
         if rule is None and not has_plan:
             return False
         tied = self._why_tied(module)
-        reason = _why_excepted(module) or tied or (_why_hooked(module) if self._minds_hooks else None)
+        reason = _why_excepted(module) or tied or self._why_read(module)
+        reason = reason or (_why_hooked(module) if self._minds_hooks else None)
         if reason is None and rule is not None:
             try:
                 reason = rule.refusal(module) if rule.refusal is not None else None
@@ -223,6 +227,12 @@ class _Search:
         inside = {*module.modules()}
         tied = (each for each in module.parameters() if self._holders[each] - inside)
         return next((f"it shares the weight `{self._names[each]}` with another module" for each in tied), None)
+
+    def _why_read(self, module: nn.Module) -> str | None:
+        """Return what reads a weight in a module past it."""
+        inside = {*module.modules()}
+        readers = (reader for each in inside for reader in self.readers.get(each, ()) if reader not in inside)
+        return next((f"{type(reader).__name__} reads its weight by itself" for reader in readers), None)
 
     def checkpointed(self) -> Iterator[str]:
         """Yield the names of checkpointed modules that are replaced: the setting would go with them."""

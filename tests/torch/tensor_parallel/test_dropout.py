@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
+from smpkit.errors import UnsupportedError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout
@@ -219,4 +221,36 @@ def test_ranks_may_draw_numbers_of_their_own_between_layers() -> None:
     model = smp.DistributedModel(DrawsOfItsOwn(0.5))
     losses = [float(train_step(model, batch(prescaled=True)).reduce_mean()) for _ in range(2)]
     first, second = smp.allgather(losses, smp.WORLD)
+    assert first == second
+
+
+class LayerDrop(nn.Module):
+    """As Wav2Vec2 does, leave out layers by a coin, and note which were not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(layerdrop=0.5)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.kept: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if torch.rand([]) > self.config.layerdrop:
+                self.kept.append(index)
+                x = x + layer(x)
+        return x
+
+
+@on_ranks(2)
+def test_ranks_leave_out_the_same_layers_in_a_step_and_none_outside() -> None:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    torch.manual_seed(1 + smp.rank())
+    module = LayerDrop()
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    with pytest.raises(UnsupportedError, match=r"LayerDrop has `layerdrop` 0\.5: outside of a step each"):
+        model(batch(prescaled=False))
+    train_step(model, batch(prescaled=False))
+    first, second = smp.allgather(module.kept, smp.WORLD)
+    assert 0 < len(first) < 8
     assert first == second

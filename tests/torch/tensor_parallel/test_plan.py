@@ -54,15 +54,36 @@ def lazy_logits() -> None:
 
 
 def generation() -> None:
-    """Ranks with batches of their own generate what one process does."""
+    """Ranks with batches of their own generate what one process does, whoever has padding, whoever ends first."""
     module = fresh("Qwen3")
-    tokens, mask = (each[:4].flip(1) for each in samples()[:2])
-    options = {"max_new_tokens": 3, "do_sample": False}
+    tokens, mask = (each[4:].flip(1) for each in samples()[:2])
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     plain = fresh("Qwen3").generate(tokens, attention_mask=mask, **options)
     model = wrapped(module, optimize="memory")
     mine = slice(2 * smp.tp_rank(), 2 * smp.tp_rank() + 2)
+    options["eos_token_id"] = plain[:2, tokens.shape[1]].tolist()
+    plain = fresh("Qwen3").generate(tokens, attention_mask=mask, **options)
     made = model.get_module().generate(tokens[mine], attention_mask=mask[mine], **options)
-    assert torch.equal(made, plain[mine])
+    assert torch.equal(made, plain[mine, : made.shape[1]])
+    assert made.shape[1] == tokens.shape[1] + (3 if smp.tp_rank() else 1)
+    with pytest.raises(UnsupportedError, match="beam search reorders the cache"):
+        model.get_module().generate(tokens[mine], num_beams=2)
+    packed = torch.arange(tokens.shape[1]).remainder(3).expand_as(tokens)  # without a mask: two sequences in a sample
+    with torch.no_grad():
+        ours = model(input_ids=tokens[mine], position_ids=packed[mine]).logits
+        theirs = fresh("Qwen3")(input_ids=tokens, position_ids=packed).logits[mine]
+    torch.testing.assert_close(ours, theirs)
+
+
+def adapters() -> None:
+    """A model inside of PEFT's is found, and what has an adapter stays whole."""
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
+
+    module = get_peft_model(fresh(), LoraConfig(target_modules=["q_proj"]))
+    model = wrapped(module, prescaled_batch=True)
+    layer = model.get_module().base_model.model.model.layers[0]
+    assert layer.mlp.gate_proj.weight.shape == (12, 16)
+    assert layer.self_attn.q_proj.base_layer.weight.shape == (16, 16)
 
 
 def exceptions() -> None:
@@ -197,9 +218,36 @@ def embeddings_with_more_than_a_table() -> None:
         smp.shutdown()
 
 
+def weights_that_others_read() -> None:
+    """As Liger's kernels do, a forward computes the loss from the weight of the head."""
+    from transformers import LlamaForCausalLM
+
+    class Fused(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None) -> Any:
+            return self.loss_of(self.model(input_ids=input_ids)[0])
+
+        def loss_of(self, hidden: Tensor) -> Tensor:
+            return (hidden.to(self.lm_head.weight.dtype) @ self.lm_head.weight.t()).logsumexp(-1).mean()
+
+    tokens, *_ = samples()
+    plain, module = fresh(), fresh()
+    for each in (plain, module):
+        each.__class__ = Fused
+    model = wrapped(module, prescaled_batch=True)
+    assert module.model.layers[0].mlp.gate_proj.weight.shape == (12, 16)
+    losses = [each(input_ids=tokens) for each in (model, plain)]
+    losses[0].backward()
+    losses[1].backward()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(module.lm_head.weight.grad, plain.lm_head.weight.grad)
+    smp.shutdown()
+
+
 CASES = (
     *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed, indivisible),
     embeddings_with_more_than_a_table,
+    weights_that_others_read,
+    adapters,
 )
 
 
@@ -214,6 +262,9 @@ def test_norms_of_latent_attention_see_whole_values() -> None:
     attention.q_a_layernorm, attention.q_b_proj, attention.q_norm = nn.LayerNorm(6), nn.Linear(6, 16), nn.LayerNorm(4)
     group = plan._Group("", "", [plan._Named("q_b_proj", "colwise", attention, attention.q_b_proj)])
     assert [name for name, _ in group.unnamed_inside()] == ["q_norm"]
+    assert plan._why_heads_differ(group) is None
+    attention.q_norm = nn.ModuleList(nn.LayerNorm(4) for _ in range(4))  # as StableLM has them
+    assert plan._why_heads_differ(group) == "`q_norm` has weights of its own for each head"
 
 
 def test_losses_are_those_of_hugging_face() -> None:

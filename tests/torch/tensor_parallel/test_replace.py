@@ -60,7 +60,27 @@ class Tied(nn.Module):
         self.free = nn.Linear(4, 4)
 
 
+class Reads(nn.Module):
+    """As DeBERTa's encoder does, hand on a table; as T5, look at a weight's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out, self.inner = nn.Embedding(6, 4), nn.Linear(4, 4), Tied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.out.weight, Tensor):
+            x = x.to(self.out.weight.dtype)
+        return self.out(x + self.rows()) + self.inner.free.weight.sum()
+
+    def rows(self) -> Tensor:
+        return self.table.weight[0]
+
+
 def replace_in_models() -> None:
+    reads = distribute(marked(Reads()))
+    assert [type(each) for each in (reads.table, reads.out)] == [nn.Embedding, DistributedLinear]
+    assert type(reads.inner.free) is nn.Linear
+
     tied = distribute(marked(Tied()))
     assert type(tied.embedding) is nn.Embedding
     assert type(tied.head) is nn.Linear
@@ -109,6 +129,7 @@ def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None
         return
     assert "Tensor parallelism over 2 ranks: 1 Linear -> DistributedLinear." in text
     assert "not distributed: Embedding `embedding`: it shares the weight `embedding.weight` with another module" in text
+    assert "not distributed: Embedding `table`: Reads reads its weight by itself" in text
     assert "not distributed: Linear `0`: in_features 3 is not divisible by tensor_parallel_degree 2" in text
     assert "not distributed: Linear `0`: a hook was registered on it" in text
     assert "not distributed: Linear `1`: a hook was registered on its `weight`" in text
