@@ -112,6 +112,8 @@ class DataParallel(StepParticipant):
 
     def before_backward(self, step: StepProgress) -> None:
         """Make the coming backward reduce while it runs, if it is the last of the step."""
+        for reducer in self.reducers:
+            reducer.plan()  # the step may have frozen or unfrozen parameters, as those of GANs do between backwards
         if not self._reduces_now():
             return
         if any(reducer.active for reducer in self.reducers):

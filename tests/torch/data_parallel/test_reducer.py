@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -83,6 +84,19 @@ def fail_before_each(case: Case, way: Way) -> Trace:
         return trace_of(outputs, script.model)
 
 
+class Alternating(Branches):
+    """Trains a layer as the critic of a GAN: in some passes only."""
+
+    def forward(self, x: torch.Tensor, trains_critic: bool) -> torch.Tensor:  # type: ignore[override]
+        self.layers[1].requires_grad_(trains_critic)
+        return super().forward(x, (0, 1))
+
+
+def alternating_step(model: Any, x: torch.Tensor, number: int) -> None:
+    for trains_critic in (number % 2 == 0, False):
+        model.backward(model(x, trains_critic))
+
+
 GROWING = Case(Branches, numbered, growing_step)
 GROWING_WAY = Way(replicas=2, microbatches=1, model={"bucket_cap_mb": 0.00005})
 
@@ -90,6 +104,12 @@ GROWING_WAY = Way(replicas=2, microbatches=1, model={"bucket_cap_mb": 0.00005})
 @pytest.mark.also_on("sim:copies:0")
 def test_more_backwards_than_the_step_before_made_stay_right() -> None:
     same(GROWING, GROWING_WAY)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_is_frozen_after_a_backward_is_reduced(accumulation: int) -> None:
+    way = replace(GROWING_WAY, accumulation=accumulation, batches=(8,) * 4)
+    same(Case(Alternating, numbered, alternating_step), way)
 
 
 @pytest.mark.also_on("sim:copies:0")
