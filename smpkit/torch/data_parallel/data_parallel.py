@@ -82,7 +82,6 @@ class DataParallel(StepParticipant):
         broadcast_parameters(placements)
         if state.cfg.ddp and state.dp_size > 1:
             self._broadcast_all_buffers()
-        self.zero1 = Zero1Partition(placements) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
         self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
         # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
         # times, and a collective that one of them starts early would hold up the others' messages.
@@ -90,6 +89,8 @@ class DataParallel(StepParticipant):
         self._overlapped_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) == 1], reduction)
         self._end_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) > 1], reduction)
         self.reducers = [each for each in (self._overlapped_reducer, self._end_reducer) if each.has_parameters]
+        is_sharded = state.cfg.shard_optimizer_state and state.cfg.ddp
+        self.zero1 = Zero1Partition(placements, self.reducers) if is_sharded else None
 
     def _make_reducer(self, placements: Sequence[ParameterPlacement], reduction: ReductionOptions) -> GradientReducer:
         return GradientReducer(

@@ -172,6 +172,8 @@ class GradientReducer:
         self._targets = {id(param): target for _, param, target in parameters}
         self._bucket_cap_bytes = bucket_cap_bytes
         self.buckets: Sequence[Bucket] = ()
+        self.trained: set[nn.Parameter] = set()
+        """Those that have been in a bucket, now or before."""
         self._kinds: list[Any] = []
         self._is_reduced = True
         """Whether nothing has been trained since the last reduction."""
@@ -212,6 +214,7 @@ class GradientReducer:
         self._kinds = kinds
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
         live = [param for param in reversed(self._parameters) if param.requires_grad or id(param) in unreduced]
+        self.trained.update(live)
         self.buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
         for bucket in self.buckets:
             for param in (each for each in bucket.params if each.requires_grad):

@@ -106,9 +106,10 @@ def test_more_backwards_than_the_step_before_made_stay_right() -> None:
     same(GROWING, GROWING_WAY)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_is_frozen_after_a_backward_is_reduced(accumulation: int) -> None:
-    way = replace(GROWING_WAY, accumulation=accumulation, batches=(8,) * 4)
+@pytest.mark.parametrize(("accumulation", "sharded"), [(1, False), (2, False), (1, True)])
+def test_what_is_frozen_after_a_backward_is_reduced(accumulation: int, sharded: bool) -> None:
+    config = {"shard_optimizer_state": sharded}
+    way = replace(GROWING_WAY, accumulation=accumulation, batches=(8,) * 4, config=config)
     same(Case(Alternating, numbered, alternating_step), way)
 
 
