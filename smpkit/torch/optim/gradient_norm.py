@@ -68,7 +68,7 @@ def clip_grad_norm_(
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
     tensors = _listed(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     unique = {id(each): each for each in tensors}
-    _check_not_held(unique.values())
+    check_not_held(unique.values(), "clip_grad_norm_ would clip")
     pairs = gradients_of(unique.values())
     norm = global_norm(pairs, norm_type)
     if error_if_nonfinite:
@@ -271,29 +271,30 @@ def hold_gradients(holder: GradientHolder) -> None:
             _replace_in_torch(name, check)
 
 
-def _check_not_held(parameters: Iterable[torch.Tensor]) -> None:
+def check_not_held(parameters: Iterable[torch.Tensor], action: str) -> None:
+    """Raise UsageError, which begins with `action`, if an optimizer uses gradients of these parameters up."""
     held = {id(each) for holder in _holders for each in holder.holds_gradients_of()}
     if held and any(id(each) in held for each in parameters):
-        raise _refusal("clip_grad_norm_")
+        raise _refusal(action)
 
 
 def _check_norm(
     original: Callable[..., None], parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
 ) -> None:
     known = _listed(parameters)
-    _check_not_held(known)
+    check_not_held(known, "clip_grad_norm_ would clip")
     original(known, *args, **kwargs)
 
 
 def _check_value(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
     # `clip_grad_value_` alone comes here without any gradient.
     if not any(lists) and any(True for holder in _holders for _ in holder.holds_gradients_of()):
-        raise _refusal("clip_grad_value_")
+        raise _refusal("clip_grad_value_ would clip")
     return original(lists, *args, **kwargs)
 
 
-def _refusal(name: str) -> UsageError:
+def _refusal(action: str) -> UsageError:
     return UsageError(
-        f"{name} would clip nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
+        f"{action} nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
         hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',
     )
