@@ -14,7 +14,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.sharded_parameters import flat_shards
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
-from smpkit.torch.optim.gradient_norm import clip_grad_norm_
+from smpkit.torch.optim.gradient_norm import clip_grad_norm_, end_accumulation
 from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.placement.shards import is_tp_shard, shard_of
@@ -147,6 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if state.model is not None:
             state.model.check_update(self._model_parameters())
+            end_accumulation()
             state.model.run_post_step_hooks()
         if state.optimizer is not self:
             state.has_several_optimizers = True

@@ -288,6 +288,14 @@ def test_after_a_failed_pass_training_cannot_go_on() -> None:
             assert caught.value.message == "a step failed, and sharded data parallelism cannot go on after that"
 
 
+@on_ranks(4)
+def test_a_step_before_the_groups_have_averaged_is_refused() -> None:
+    with training(CASE, way_of(replicas=4, accumulation=2)) as script:
+        script.run(0)
+        with pytest.raises(UnsupportedError, match="gradients were to be used after 1 of 2 passes"):
+            script.optimizer.step()
+
+
 # --- what scripts see and say -----------------------------------------------------------------------------------------
 
 

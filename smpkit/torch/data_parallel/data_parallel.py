@@ -45,7 +45,7 @@ class ReductionOptions:
     overlapping: bool
     """During the last backward of a pass, not after it."""
     passes_per_reduction: int
-    """Passes whose gradients add up before they are reduced."""
+    """Passes whose gradients add up before they are reduced, unless they are used before."""
     bucket_cap_bytes: int
     broadcast_buffers: bool
     """Whether the first replica's buffers are copied to the others at the start of every training pass."""
@@ -133,6 +133,12 @@ class DataParallel(StepParticipant):
         with recorded_work("reduce gradients"):
             if step.total_backwards:
                 self._end_pass()
+
+    def end_accumulation(self) -> None:
+        """Make gradients final before their time: the last passes of an epoch may be fewer than an accumulation has."""
+        if self._passes % self._passes_per_reduction:
+            self._passes += -self._passes % self._passes_per_reduction
+            self._finish()
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Forget a step that an exception ended."""

@@ -174,6 +174,16 @@ class ShardedDataParallel(DataParallel):
             if isinstance(each, FSDPModule):
                 each.reshard()
 
+    def end_accumulation(self) -> None:
+        left = self._passes % self._passes_per_reduction
+        if left and self.shard_group.size() < state.rdp_size:
+            raise UnsupportedError(
+                f"gradients were to be used after {left} of {self._passes_per_reduction} passes, but sharding groups"
+                " average them in the last",
+                hint="leave out passes that fill no accumulation, or set backward_passes_per_step to 1",
+            )
+        super().end_accumulation()
+
     def begin_outside_step(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
         self._refuse_after_failure()

@@ -79,11 +79,18 @@ def clip_grad_norm_(
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use."""
+    end_accumulation()
     masters = None if state.optimizer is None else state.optimizer.masters
     if masters is not None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = masters.gradients_of(parameters)
         return pairs
     return [(each, each.grad) for each in parameters if each.grad is not None]
+
+
+def end_accumulation() -> None:
+    """Make the gradients of the model final, before they are used; all ranks call this."""
+    if state.model is not None and state.model.data_parallel is not None:
+        state.model.data_parallel.end_accumulation()
 
 
 def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -210,12 +217,13 @@ def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[]
     return functools.partial(setattr, torch_clip_grad, name, original)
 
 
-def clip_whole_models_with_torch() -> None:
+def clip_whole_models_with_torch(*, accumulates: bool) -> None:
     """Make torch's own `clip_grad_norm_` do what ours does with gradients of the model, until `smp.shutdown()`.
 
-    Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses.
+    Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses;
+    where they are accumulated, it might clip them before they are averaged.
     """
-    if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
+    if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None or accumulates:
         state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
         state.reset_hooks.append(_replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -248,6 +249,31 @@ def test_accumulation_sends_nothing_until_its_last_step() -> None:
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             branch_step(model, torch.ones(4, 3), (0, 1, 2, 3))
         assert all_reduce.call_count == messages
+
+
+USES: dict[str, Callable[[Any, Any], object]] = {
+    "step": lambda _, optimizer: optimizer.step(),
+    "clip": lambda model, _: smp.clip_grad_norm_(model, 1e9),
+    "clip by torch": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+    "unscale": lambda _, optimizer: smp.amp.GradScaler(init_scale=1.0).unscale_(optimizer),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_what_is_used_before_an_accumulation_is_full_is_reduced(use: str) -> None:
+    """As at the end of an epoch, in Hugging Face's Trainer and many other scripts."""
+    model, plain = start(backward_passes_per_step=4), Branches()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    for passes in (3, 4):
+        for each in (model, plain):
+            each.zero_grad()
+        for number in range(passes):
+            branch_step(model, inputs(2 * number + smp.rank()), (0, 1))
+            for rank in range(2):
+                (plain(inputs(2 * number + rank), (0, 1)) / 2).backward()
+        USES[use](model, optimizer)
+        assert_close(gradients(model), gradients(plain))
 
 
 TARGET = ReduceTarget(mock.sentinel.group)
