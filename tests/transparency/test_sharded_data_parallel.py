@@ -384,6 +384,24 @@ def test_what_is_not_registered_cannot_be_used_outside() -> None:
         smp.register_parameter(nn.Linear(1, 1), wrong)
 
 
+class Dropping(TiedFunctional):
+    """Leaves out layers that each rank draws for itself, as LayerDrop does."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for number, layer in enumerate(self.layers):
+            x = x if number == smp.rank() else layer(x)
+        return functional.linear(x, self.embedding.weight)
+
+
+@on_ranks(2)
+def test_layers_that_each_rank_drops_for_itself_are_refused() -> None:
+    """Ranks computed with parts of each other's layers, and said nothing."""
+    message = "the layers that ran differ between data-parallel ranks 0 and 1: `layers.1` against `layers.0`"
+    with training(Case(Dropping, tokens, token_step), way_of()) as script, pytest.raises(UsageError, match=message):
+        script.run(0)
+
+
 class Tempered(TiedFunctional):
     """Has a parameter without dimensions, as a CLIP has."""
 
