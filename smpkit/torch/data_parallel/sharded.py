@@ -127,7 +127,7 @@ class ShardedDataParallel(DataParallel):
         """The blocks that have run with gradients since the last update."""
         for name, each in module.named_modules():
             if isinstance(each, FSDPModule):
-                each.register_forward_pre_hook(functools.partial(self._note, name or "the model"))
+                module.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, name or "the model"))
 
     def _note(self, name: str, *_: object) -> None:
         if torch.is_grad_enabled():
