@@ -9,6 +9,7 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
+from smpkit.torch.optim.gradient_norm import check_not_held, end_accumulation
 from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import all_reduce_found_inf
 
@@ -64,6 +65,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, and check on all ranks whether they are finite."""
+        if self._enabled:
+            held = (each for group in optimizer.param_groups for each in group["params"])
+            check_not_held(held, "GradScaler would unscale")
+            end_accumulation()
         super().unscale_(optimizer)
         if self._enabled:
             self._share_found_inf(optimizer)
@@ -79,6 +84,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         # torch's scaler calls this for optimizers that unscale in their own kernel (`fused=True`).
+        end_accumulation()
         super()._check_inf_per_device(optimizer)
         return self._share_found_inf(optimizer)
 

@@ -79,8 +79,8 @@ class DistributedModel(ModelParts):
             needs `trace_device="gpu"`, and uses the CPU where there is no GPU. The first rank runs the whole model for
             one microbatch, a few times, when the first step begins, and decides for all ranks.
         overlapping_allreduce: with `ddp`, reduce gradients while backward runs; else when the step is over.
-        backward_passes_per_step: with `ddp`, steps between reductions (gradient accumulation). The loss is the user's
-            to divide.
+        backward_passes_per_step: with `ddp`, steps between reductions (gradient accumulation); an optimizer's step or
+            clipping before then reduces, too. The loss is the user's to divide.
         average_grads_across_microbatches: False adds the gradients of microbatches instead (for summed losses).
         bucket_cap_mb: MiB of gradients that are reduced at once.
         trace_memory_usage: accepted for compatibility; what each part keeps is computed from shapes.
@@ -185,7 +185,7 @@ class DistributedModel(ModelParts):
         refuse_assignment(module)
         self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
-        clip_whole_models_with_torch()
+        clip_whole_models_with_torch(accumulates=backward_passes_per_step > 1)
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))

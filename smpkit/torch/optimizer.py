@@ -14,7 +14,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.sharded_parameters import flat_shards
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
-from smpkit.torch.optim.gradient_norm import clip_grad_norm_
+from smpkit.torch.optim.gradient_norm import clip_grad_norm_, end_accumulation
 from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.placement.shards import is_tp_shard, shard_of
@@ -34,8 +34,8 @@ from smpkit.torch.state_dict import (
 )
 from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
-_OF_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon)
-"""Rules of torch in which the update of an element depends on its row, its column or its whole matrix."""
+_OF_MATRICES: Final = frozenset({"Adafactor", "Muon"})
+"""Rules, of torch and others, in which the update of an element depends on its row, its column or its whole matrix."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -147,6 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if state.model is not None:
             state.model.check_update(self._model_parameters())
+            end_accumulation()
             state.model.run_post_step_hooks()
         if state.optimizer is not self:
             state.has_several_optimizers = True
@@ -167,17 +168,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 closure = self._clip_after(closure, state.cfg.sdp_gradient_clipping)
         zero1 = _zero1_partition()
-        if isinstance(self.optimizer, torch.optim.LBFGS) and (zero1 is not None or state.pp_size * state.tp_size > 1):
+        rules = {each.__name__ for each in type(self.optimizer).__mro__}
+        divides = state.cfg.sharded_data_parallel_degree > 1
+        if "LBFGS" in rules and (zero1 is not None or divides or state.pp_size * state.tp_size > 1):
             raise UnsupportedError(
-                "LBFGS looks at all parameters at once, but a rank of a pipeline, of tensor parallelism or with"
-                " shard_optimizer_state has some of them",
+                "LBFGS looks at all parameters at once, but a rank of a pipeline, of tensor parallelism, of sharded"
+                " data parallelism or with shard_optimizer_state has some of them",
                 hint="use another optimizer, or degrees of 1 without shard_optimizer_state",
             )
-        if isinstance(self.optimizer, _OF_MATRICES) and any(map(is_tp_shard, self._model_parameters())):
+        # Torch gathers the matrices of sharded data parallelism for Muon, and cannot do so for any Adafactor.
+        divides = divides and "Adafactor" in rules
+        if rules & _OF_MATRICES and (divides or any(map(is_tp_shard, self._model_parameters()))):
             raise UnsupportedError(
-                f"{type(self.optimizer).__name__} looks at whole matrices, of which a rank of tensor parallelism has"
-                " pieces",
-                hint="use another optimizer, or tensor_parallel_degree 1",
+                f"{type(self.optimizer).__name__} looks at whole matrices, of which a rank of"
+                f" {'sharded data' if divides else 'tensor'} parallelism has pieces",
+                hint="use another optimizer, or a degree of 1",
             )
         with contextlib.nullcontext() if zero1 is None else zero1.hide_unowned_gradients():
             if self.masters is not None:

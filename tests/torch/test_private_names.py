@@ -19,6 +19,8 @@ ELSEWHERE = {
     "torch._C._distributed_c10d.ProcessGroupNCCL": "only where torch has NCCL",
 }
 """What the torch that is installed may lack, and why."""
+RESULTS = {"torch.distributed.fsdp.fully_shard.state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"}
+"""What functions return of which private names are used."""
 
 
 def used() -> list[str]:
@@ -39,6 +41,8 @@ def listed() -> dict[str, list[str]]:
 
 
 def is_there(name: str) -> bool:
+    for function, result in RESULTS.items():
+        name = name.replace(function, result)
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

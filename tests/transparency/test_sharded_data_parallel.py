@@ -301,6 +301,14 @@ def test_after_a_failed_pass_training_cannot_go_on() -> None:
             assert caught.value.message == "a step failed, and sharded data parallelism cannot go on after that"
 
 
+@on_ranks(4)
+def test_a_step_before_the_groups_have_averaged_is_refused() -> None:
+    with training(CASE, way_of(replicas=4, accumulation=2)) as script:
+        script.run(0)
+        with pytest.raises(UnsupportedError, match="gradients were to be used after 1 of 2 passes"):
+            script.optimizer.step()
+
+
 # --- what scripts see and say -----------------------------------------------------------------------------------------
 
 
@@ -387,6 +395,24 @@ def test_what_is_not_registered_cannot_be_used_outside() -> None:
     wrong: Any = torch.zeros(1)
     with pytest.raises(UsageError, match="register_parameter got `Linear` and `Tensor`"):
         smp.register_parameter(nn.Linear(1, 1), wrong)
+
+
+class Dropping(TiedFunctional):
+    """Leaves out layers that each rank draws for itself, as LayerDrop does."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for number, layer in enumerate(self.layers):
+            x = x if number == smp.rank() else layer(x)
+        return functional.linear(x, self.embedding.weight)
+
+
+@on_ranks(2)
+def test_layers_that_each_rank_drops_for_itself_are_refused() -> None:
+    """Ranks computed with parts of each other's layers, and said nothing."""
+    message = "the layers that ran differ between data-parallel ranks 0 and 1: `layers.1` against `layers.0`"
+    with training(Case(Dropping, tokens, token_step), way_of()) as script, pytest.raises(UsageError, match=message):
+        script.run(0)
 
 
 class Tempered(TiedFunctional):

@@ -45,7 +45,7 @@ class ReductionOptions:
     overlapping: bool
     """During the last backward of a pass, not after it."""
     passes_per_reduction: int
-    """Passes whose gradients add up before they are reduced."""
+    """Passes whose gradients add up before they are reduced, unless they are used before."""
     bucket_cap_bytes: int
     broadcast_buffers: bool
     """Whether the first replica's buffers are copied to the others at the start of every training pass."""
@@ -82,7 +82,6 @@ class DataParallel(StepParticipant):
         broadcast_parameters(placements)
         if state.cfg.ddp and state.dp_size > 1:
             self._broadcast_all_buffers()
-        self.zero1 = Zero1Partition(placements) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
         self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
         # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
         # times, and a collective that one of them starts early would hold up the others' messages.
@@ -90,6 +89,8 @@ class DataParallel(StepParticipant):
         self._overlapped_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) == 1], reduction)
         self._end_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) > 1], reduction)
         self.reducers = [each for each in (self._overlapped_reducer, self._end_reducer) if each.has_parameters]
+        is_sharded = state.cfg.shard_optimizer_state and state.cfg.ddp
+        self.zero1 = Zero1Partition(placements, self.reducers) if is_sharded else None
 
     def _make_reducer(self, placements: Sequence[ParameterPlacement], reduction: ReductionOptions) -> GradientReducer:
         return GradientReducer(
@@ -112,6 +113,8 @@ class DataParallel(StepParticipant):
 
     def before_backward(self, step: StepProgress) -> None:
         """Make the coming backward reduce while it runs, if it is the last of the step."""
+        for reducer in self.reducers:
+            reducer.plan()  # the step may have frozen or unfrozen parameters, as those of GANs do between backwards
         if not self._reduces_now():
             return
         if any(reducer.active for reducer in self.reducers):
@@ -130,6 +133,12 @@ class DataParallel(StepParticipant):
         with recorded_work("reduce gradients"):
             if step.total_backwards:
                 self._end_pass()
+
+    def end_accumulation(self) -> None:
+        """Make gradients final before their time: the last passes of an epoch may be fewer than an accumulation has."""
+        if self._passes % self._passes_per_reduction:
+            self._passes += -self._passes % self._passes_per_reduction
+            self._finish()
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Forget a step that an exception ended."""

@@ -43,7 +43,7 @@ from smpkit.torch.distributed.deadline import waiting
 
 FIRST_BUCKET_BYTES: Final = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 
-kind_of: Final = attrgetter("requires_grad", "dtype", "device")
+_kind_of: Final = attrgetter("requires_grad", "dtype", "device")
 """Properties that decide which tensors share a message; where one changes, messages are planned anew."""
 
 
@@ -162,7 +162,8 @@ def plan_buckets(
 class GradientReducer:
     """Reduces the gradients of parameters, each over its own group.
 
-    Parameters that do not require gradients are left out until they do.
+    Parameters that do not require gradients are left out until they do; what is frozen after a backward has reached it
+    (the critic of a GAN, say) stays in until it is reduced.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter, ReduceTarget]], *, bucket_cap_bytes: int) -> None:
@@ -171,7 +172,11 @@ class GradientReducer:
         self._targets = {id(param): target for _, param, target in parameters}
         self._bucket_cap_bytes = bucket_cap_bytes
         self.buckets: Sequence[Bucket] = ()
+        self.trained: set[nn.Parameter] = set()
+        """Those that have been in a bucket, now or before."""
         self._kinds: list[Any] = []
+        self._is_reduced = True
+        """Whether nothing has been trained since the last reduction."""
         self._handles: list[RemovableHandle] = []
         self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
         # By ids of parameters, since buckets may be planned anew while an accumulation is under way.
@@ -186,7 +191,7 @@ class GradientReducer:
         self._on_backward_end: Callable[[], None] | None = None
         self._awaits_backward = False
         """Whether the first gradient of a backward has to announce its end."""
-        self._plan()
+        self.plan()
 
     @property
     def has_parameters(self) -> bool:
@@ -197,18 +202,22 @@ class GradientReducer:
         """Whether reductions have started that are not finished."""
         return bool(self._pending)
 
-    def _plan(self) -> None:
+    def plan(self) -> None:
         """Plan buckets, anew if parameters were frozen, unfrozen, cast or moved since the last time."""
-        kinds = list(map(kind_of, self._parameters))
-        if kinds == self._kinds:
+        kinds, is_reduced = list(map(_kind_of, self._parameters)), self._is_reduced
+        self._is_reduced = False
+        if kinds == self._kinds or self.active:
             return
+        unreduced = frozenset[int]().union(*(bucket.ids for bucket in self.buckets if not is_reduced))
+        self._expect_gradients()
         self.release()
         self._kinds = kinds
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
-        live = [param for param in reversed(self._parameters) if param.requires_grad]
+        live = [param for param in reversed(self._parameters) if param.requires_grad or id(param) in unreduced]
+        self.trained.update(live)
         self.buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
         for bucket in self.buckets:
-            for param in bucket.params:
+            for param in (each for each in bucket.params if each.requires_grad):
                 self._handles.append(param.register_post_accumulate_grad_hook(self._listener(bucket, id(param))))  # type: ignore[no-untyped-call]
                 if bucket.owner is not None and bucket.is_owner:
                     self._handles.append(param.register_hook(lambda _, param=param: self._set_aside(param)))  # type: ignore[no-untyped-call]
@@ -224,7 +233,7 @@ class GradientReducer:
     def begin_pass(self, on_backward_end: Callable[[], None] | None = None) -> None:
         """Prepare for backwards that do not overlap with reductions; `on_backward_end` is called after each of them."""
         self._expect_gradients()
-        self._plan()
+        self.plan()
         self._on_backward_end = on_backward_end
         self._awaits_backward = on_backward_end is not None
         self._overlaps = False
@@ -253,6 +262,7 @@ class GradientReducer:
             if bucket.owner is not None and bucket.is_owner:
                 self._results |= {id(param) for param in bucket.params if param.grad is not None}
         self._pending = []
+        self._is_reduced = True
         self._used.clear()
         self._earlier.clear()
 

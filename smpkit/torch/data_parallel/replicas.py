@@ -20,7 +20,6 @@ from smpkit.torch.placement.placement import Placement
 Source = tuple[dist.ProcessGroup, int]
 """A group, and the index in it of the rank whose values all get."""
 
-_COMPARISON: Final = "the comparison of models"
 _MESSAGE_BYTES: Final = 25 * 1024 * 1024
 
 
@@ -31,23 +30,31 @@ def check_same_model(module: nn.Module, placement: Placement) -> None:
     first differing tensor would end in a hang or in silently mixed weights.
     """
     pieces, whole = _describe(module, placement)
-    _check_same(whole, state.process_group(CommGroup.DP_GROUP))
+    subject, noun, hint = "the model differs", "parameters and buffers", "build the same model on every rank"
+    check_same(whole, state.process_group(CommGroup.DP_GROUP), subject, noun, hint)
     if pieces:
-        _check_same(pieces, state.process_group(CommGroup.RDP_GROUP))
+        check_same(pieces, state.process_group(CommGroup.RDP_GROUP), subject, noun, hint)
 
 
-def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
+def check_same(lines: Sequence[str], group: dist.ProcessGroup, subject: str, noun: str, hint: str) -> None:
+    """Raise on all ranks of a group if their lines differ; all of them call this.
+
+    Args:
+        subject: the beginning of the error.
+        noun: what the lines are.
+    """
+    what = f"the comparison of {noun}"
     # Hashes first: the lines of a large model are long, and equal nearly always.
-    digests = gather_objects(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group, _COMPARISON)
+    digests = gather_objects(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group, what)
     if len(set(digests)) == 1:
         return
-    descriptions = gather_objects(list(lines), group, _COMPARISON)
+    descriptions = gather_objects(list(lines), group, what)
     ranks = dist.get_process_group_ranks(group)
     other = next(index for index, each in enumerate(digests) if each != digests[0])
     raise UsageError(
-        f"the model differs between data-parallel ranks {ranks[0]} and {ranks[other]}: "
-        f"{_first_difference(descriptions[0], descriptions[other])}",
-        hint="build the same model on every rank",
+        f"{subject} between data-parallel ranks {ranks[0]} and {ranks[other]}: "
+        f"{_first_difference(descriptions[0], descriptions[other], noun)}",
+        hint=hint,
     )
 
 
@@ -81,8 +88,8 @@ def _describe(module: nn.Module, placement: Placement) -> tuple[list[str], list[
     return pieces, whole + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
 
-def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
+def _first_difference(first: Sequence[str], second: Sequence[str], noun: str) -> str:
     for left, right in zip(first, second, strict=False):
         if left != right:
             return f"`{left}` against `{right}`"
-    return f"{len(first)} against {len(second)} parameters and buffers"
+    return f"{len(first)} against {len(second)} {noun}"

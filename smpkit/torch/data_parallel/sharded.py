@@ -31,7 +31,7 @@ from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
-from smpkit.torch.data_parallel.replicas import check_same_model
+from smpkit.torch.data_parallel.replicas import check_same, check_same_model
 from smpkit.torch.data_parallel.sharded_parameters import is_registered, set_shard_attributes
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.blocks import repeated_blocks
@@ -123,6 +123,15 @@ class ShardedDataParallel(DataParallel):
             self._replaced[id(each.parameter)] = each.parameter, now[each.name]
             copy_mark_to(now[each.name], each.parameter)
         module.register_forward_hook(self._end_forward)
+        self._ran: list[str] = []
+        """The blocks that have run with gradients since the last update."""
+        for name, each in module.named_modules():
+            if isinstance(each, FSDPModule):
+                module.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, name or "the model"))
+
+    def _note(self, name: str, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._ran.append(name)
 
     def replace_parameters_of(self, optimizer: Any) -> None:
         """Put the divided parameters into an optimizer that was made with the whole ones, and divide its states."""
@@ -173,6 +182,26 @@ class ShardedDataParallel(DataParallel):
         for each in self._root.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()
+
+    def end_accumulation(self) -> None:
+        # A gather takes what the others send: parts of another block, if they run another one.
+        ran, self._ran = self._ran, []
+        if ran:
+            check_same(
+                ran,
+                self.shard_group,
+                "the layers that ran differ",
+                "calls",
+                "run the same layers on all ranks: set `layerdrop` and its like to 0, or draw from a common seed",
+            )
+        left = self._passes % self._passes_per_reduction
+        if left and self.shard_group.size() < state.rdp_size:
+            raise UnsupportedError(
+                f"gradients were to be used after {left} of {self._passes_per_reduction} passes, but sharding groups"
+                " average them in the last",
+                hint="leave out passes that fill no accumulation, or set backward_passes_per_step to 1",
+            )
+        super().end_accumulation()
 
     def begin_outside_step(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""

@@ -14,11 +14,11 @@ schedulers and settings per group need to know nothing of this.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from smpkit.torch.data_parallel.reducer import ReduceTarget
+from smpkit.torch.data_parallel.reducer import GradientReducer, ReduceTarget
 from smpkit.torch.data_parallel.replicas import Source, broadcast_tensors
 from smpkit.torch.placement.placement import ParameterPlacement
 
@@ -36,12 +36,11 @@ class Zero1Partition:
     The placements of this rank's parameters come in the same order on all ranks that hold the same.
     """
 
-    def __init__(self, placements: Iterable[ParameterPlacement]) -> None:
+    def __init__(self, placements: Iterable[ParameterPlacement], reducers: Sequence[GradientReducer]) -> None:
         self._unowned: list[nn.Parameter] = []
         self._sources: list[tuple[nn.Parameter, Source]] = []
         """Where the new values of each parameter come from."""
-        self._trained: set[nn.Parameter] = set()
-        """Those that required gradients in a step: an optimizer moves them on while they are frozen, if `grad` is 0."""
+        self._reducers = reducers
         for each in placements:
             if each.owner is None or each.reduce_group is None:
                 continue
@@ -63,6 +62,7 @@ class Zero1Partition:
 
     def broadcast_updated(self) -> None:
         """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
-        self._trained.update(parameter for parameter, _ in self._sources if parameter.requires_grad)
-        updated = [(parameter, source) for parameter, source in self._sources if parameter in self._trained]
+        # An optimizer moves on what has been trained while it is frozen, if `grad` is 0.
+        trained = frozenset[nn.Parameter]().union(*(reducer.trained for reducer in self._reducers))
+        updated = [(parameter, source) for parameter, source in self._sources if parameter in trained]
         broadcast_tensors(updated, "the updated parameters of another rank")

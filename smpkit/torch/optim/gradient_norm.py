@@ -68,7 +68,7 @@ def clip_grad_norm_(
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
     tensors = _listed(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     unique = {id(each): each for each in tensors}
-    _check_not_held(unique.values())
+    check_not_held(unique.values(), "clip_grad_norm_ would clip")
     pairs = gradients_of(unique.values())
     norm = global_norm(pairs, norm_type)
     if error_if_nonfinite:
@@ -79,11 +79,18 @@ def clip_grad_norm_(
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use."""
+    end_accumulation()
     masters = None if state.optimizer is None else state.optimizer.masters
     if masters is not None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = masters.gradients_of(parameters)
         return pairs
     return [(each, each.grad) for each in parameters if each.grad is not None]
+
+
+def end_accumulation() -> None:
+    """Make the gradients of the model final, before they are used; all ranks call this."""
+    if state.model is not None and state.model.data_parallel is not None:
+        state.model.data_parallel.end_accumulation()
 
 
 def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -210,13 +217,14 @@ def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[]
     return functools.partial(setattr, torch_clip_grad, name, original)
 
 
-def clip_whole_models_with_torch() -> None:
+def clip_whole_models_with_torch(*, accumulates: bool) -> None:
     """Make torch's own `clip_grad_norm_` do what ours does with gradients of the model, until `smp.shutdown()`.
 
-    Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses.
-    With a loss scale its `clip_grad_value_` would compare with scaled values.
+    Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses;
+    where they are accumulated, it might clip them before they are averaged. With a loss scale its `clip_grad_value_`
+    would compare with scaled values.
     """
-    if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
+    if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None or accumulates:
         state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
         state.reset_hooks.append(_replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
     if half_dtype(state.cfg) is torch.float16:
@@ -294,29 +302,30 @@ def hold_gradients(holder: GradientHolder) -> None:
             _replace_in_torch(name, check)
 
 
-def _check_not_held(parameters: Iterable[torch.Tensor]) -> None:
+def check_not_held(parameters: Iterable[torch.Tensor], action: str) -> None:
+    """Raise UsageError, which begins with `action`, if an optimizer uses gradients of these parameters up."""
     held = {id(each) for holder in _holders for each in holder.holds_gradients_of()}
     if held and any(id(each) in held for each in parameters):
-        raise _refusal("clip_grad_norm_")
+        raise _refusal(action)
 
 
 def _check_norm(
     original: Callable[..., None], parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
 ) -> None:
     known = _listed(parameters)
-    _check_not_held(known)
+    check_not_held(known, "clip_grad_norm_ would clip")
     original(known, *args, **kwargs)
 
 
 def _check_value(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
     # `clip_grad_value_` alone comes here without any gradient.
     if not any(lists) and any(True for holder in _holders for _ in holder.holds_gradients_of()):
-        raise _refusal("clip_grad_value_")
+        raise _refusal("clip_grad_value_ would clip")
     return original(lists, *args, **kwargs)
 
 
-def _refusal(name: str) -> UsageError:
+def _refusal(action: str) -> UsageError:
     return UsageError(
-        f"{name} would clip nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
+        f"{action} nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
         hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',
     )

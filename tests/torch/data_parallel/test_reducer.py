@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -83,6 +85,19 @@ def fail_before_each(case: Case, way: Way) -> Trace:
         return trace_of(outputs, script.model)
 
 
+class Alternating(Branches):
+    """Trains a layer as the critic of a GAN: in some passes only."""
+
+    def forward(self, x: torch.Tensor, trains_critic: bool) -> torch.Tensor:  # type: ignore[override]
+        self.layers[1].requires_grad_(trains_critic)
+        return super().forward(x, (0, 1))
+
+
+def alternating_step(model: Any, x: torch.Tensor, number: int) -> None:
+    for trains_critic in (number % 2 == 0, False):
+        model.backward(model(x, trains_critic))
+
+
 GROWING = Case(Branches, numbered, growing_step)
 GROWING_WAY = Way(replicas=2, microbatches=1, model={"bucket_cap_mb": 0.00005})
 
@@ -90,6 +105,13 @@ GROWING_WAY = Way(replicas=2, microbatches=1, model={"bucket_cap_mb": 0.00005})
 @pytest.mark.also_on("sim:copies:0")
 def test_more_backwards_than_the_step_before_made_stay_right() -> None:
     same(GROWING, GROWING_WAY)
+
+
+@pytest.mark.parametrize(("accumulation", "sharded"), [(1, False), (2, False), (1, True)])
+def test_what_is_frozen_after_a_backward_is_reduced(accumulation: int, sharded: bool) -> None:
+    config = {"shard_optimizer_state": sharded}
+    way = replace(GROWING_WAY, accumulation=accumulation, batches=(8,) * 4, config=config)
+    same(Case(Alternating, numbered, alternating_step), way)
 
 
 @pytest.mark.also_on("sim:copies:0")
@@ -227,6 +249,31 @@ def test_accumulation_sends_nothing_until_its_last_step() -> None:
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             branch_step(model, torch.ones(4, 3), (0, 1, 2, 3))
         assert all_reduce.call_count == messages
+
+
+USES: dict[str, Callable[[Any, Any], object]] = {
+    "step": lambda _, optimizer: optimizer.step(),
+    "clip": lambda model, _: smp.clip_grad_norm_(model, 1e9),
+    "clip by torch": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+    "unscale": lambda _, optimizer: smp.amp.GradScaler(init_scale=1.0).unscale_(optimizer),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_what_is_used_before_an_accumulation_is_full_is_reduced(use: str) -> None:
+    """As at the end of an epoch, in Hugging Face's Trainer and many other scripts."""
+    model, plain = start(backward_passes_per_step=4), Branches()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    for passes in (3, 4):
+        for each in (model, plain):
+            each.zero_grad()
+        for number in range(passes):
+            branch_step(model, inputs(2 * number + smp.rank()), (0, 1))
+            for rank in range(2):
+                (plain(inputs(2 * number + rank), (0, 1)) / 2).backward()
+        USES[use](model, optimizer)
+        assert_close(gradients(model), gradients(plain))
 
 
 TARGET = ReduceTarget(mock.sentinel.group)

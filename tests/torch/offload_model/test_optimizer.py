@@ -89,7 +89,7 @@ def test_clipping_is_torchs_to_the_last_epsilon(limit: float) -> None:
 
 
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, smp.clip_grad_norm_])
-def test_a_script_may_clip_unless_gradients_are_used_up_in_backward(clip: Any) -> None:
+def test_a_script_may_clip_and_scale_unless_gradients_are_used_up_in_backward(clip: Any) -> None:
     """Then it would find no gradient in any parameter, clip nothing, and return a norm of 0.
 
     That it may clip otherwise is a row in `test_same.py`.
@@ -100,6 +100,8 @@ def test_a_script_may_clip_unless_gradients_are_used_up_in_backward(clip: Any) -
     model(inputs).square().mean().backward()
     with pytest.raises(UsageError, match=r"would clip nothing: these gradients go to an OffloadOptimizer"):
         clip(model.parameters(), 1.0)
+    with pytest.raises(UsageError, match="GradScaler would unscale nothing: these gradients go to"):
+        smp.amp.GradScaler(device="cpu").step(optimizer)
     optimizer.step()
     del optimizer
     model(inputs).square().mean().backward()
