@@ -173,6 +173,15 @@ class DataParallel(StepParticipant):
             self._finish()
         self._passes += 1
 
+    def end_accumulation(self) -> None:
+        """Reduce what passes have added since the last reduction: an update comes before the accumulation is full.
+
+        As at the end of an epoch, whose last batches are fewer. The next pass begins another accumulation.
+        """
+        if missing := -self._passes % self._passes_per_reduction:
+            self._passes += missing
+            self._finish()
+
     def _reduces_now(self) -> bool:
         return (self._passes + 1) % self._passes_per_reduction == 0
 

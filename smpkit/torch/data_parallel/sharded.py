@@ -65,8 +65,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
         _refuse_hook(hooked)
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
-    # `fully_shard` divides along the first dimension: what has none (the temperature of a CLIP) stays whole.
-    whole = [each for each in placement if each.parameter.ndim == 0]
+    whole = [each for each in placement if not _is_divisible(each.parameter)]
     _materialize(module, whole)
     by_id = {id(each.parameter): each for each in placement if each not in whole}
     mesh = _mesh()
@@ -155,6 +154,16 @@ class ShardedDataParallel(DataParallel):
     def before_last_backward(self) -> None:
         """Do nothing: `fully_shard` reduces while backward runs, every time."""
 
+    def end_accumulation(self) -> None:
+        passes, needed = self._passes % self._passes_per_reduction, self._passes_per_reduction
+        if passes and state.rdp_size > state.cfg.sharded_data_parallel_degree:
+            raise UnsupportedError(
+                f"gradients were clipped, or the optimizer made a step, after {passes} of the {needed} passes that"
+                " backward_passes_per_step says, and `fully_shard` has not averaged them between sharding groups yet",
+                hint="leave out the last batches of an epoch, or set sharded_data_parallel_degree to all replicas",
+            )
+        super().end_accumulation()
+
     def end_step(self, step: StepProgress) -> None:
         super().end_step(step)
         self._reshard(may_go_backward=not step.detach_outputs)
@@ -196,13 +205,22 @@ class ShardedDataParallel(DataParallel):
             )
 
 
+def _is_divisible(parameter: nn.Parameter) -> bool:
+    """Return whether `fully_shard` can divide a parameter; others stay whole on every rank.
+
+    It divides along the first dimension, which the temperature of a CLIP lacks, and takes no parameters without
+    elements, of complex numbers, or of integers and numbers of 8 bits (frozen weights of quantised models).
+    """
+    return parameter.ndim > 0 and parameter.numel() > 0 and parameter.is_floating_point() and parameter.itemsize > 1
+
+
 def _settle_dtypes(module: nn.Module) -> None:
     """Let `fully_shard` choose the dtypes of gradients while everything is trained.
 
     Else it does so in the first forward, and for a block that is frozen there it chooses none: once that is unfrozen,
     its gradients in half precision would meet weights in float32.
     """
-    frozen = [each for each in module.parameters() if not each.requires_grad]
+    frozen = [each for each in module.parameters() if isinstance(each, DTensor) and not each.requires_grad]
     for each in frozen:
         each.requires_grad_(True)
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
@@ -242,7 +260,7 @@ def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
     """Give the parameters of one block, on this rank's device, the values of the first replica."""
     initialize(root, [each.parameter for each in parts], state.device, torch.initial_seed())
     for each in parts:
-        value = each.parameter.data.to(state.device)
+        value = each.parameter.data.to(state.device).contiguous()  # which `fully_shard` requires
         # Parts stay in float32 and are their own master weights; `fully_shard` casts a block when it gathers it.
         half = value.dtype in (torch.float16, torch.bfloat16) and _precision().param_dtype is not None
         each.parameter.data = value.float() if half else value

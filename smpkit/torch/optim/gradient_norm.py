@@ -13,7 +13,7 @@ Every value counts once::
 
 torch's own clipping is put right, or refused, where `parameter.grad` is not what the optimizer will use. Scripts
 import `clip_grad_norm_` and `clip_grad_value_` by name, so these cannot be replaced; the helpers that they look up on
-every call can.
+every call can. Some scripts call two of the helpers themselves, by their public names in `torch.nn.utils`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.utils.clip_grad as torch_clip_grad
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
@@ -79,6 +80,8 @@ def clip_grad_norm_(
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use."""
+    if state.model is not None:
+        state.model.end_accumulation()
     masters = None if state.optimizer is None else state.optimizer.masters
     if masters is not None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = masters.gradients_of(parameters)
@@ -132,7 +135,7 @@ def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor
         return torch.zeros((), device=state.device)
     total: torch.Tensor
     if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
-        total = torch.nn.utils.get_total_norm(gradients, norm_type)
+        total = get_total_norm(gradients, norm_type)
     else:  # torch's function computes in the dtype of the gradients: half precision overflows and has few digits
         norms = [
             torch.linalg.vector_norm(
@@ -201,21 +204,28 @@ def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[]
 
     Args:
         name: a private function of `torch.nn.utils.clip_grad`, as torch 2.11 to 2.13 have it; one that another torch
-            does not have is left alone.
+            does not have is left alone. `torch.nn.utils` has some without the underscore.
     """
     original = getattr(torch_clip_grad, name, None)
-    if original is None:
-        return lambda: None
-    setattr(torch_clip_grad, name, functools.partial(replacement, original))
-    return functools.partial(setattr, torch_clip_grad, name, original)
+    places = [(torch_clip_grad, name), (nn.utils, name.removeprefix("_"))]
+    places = [(module, each) for module, each in places if getattr(module, each, None) is original is not None]
+    for place in places:
+        setattr(*place, functools.partial(replacement, original))
+
+    def put_back() -> None:
+        for place in places:
+            setattr(*place, original)
+
+    return put_back
 
 
-def clip_whole_models_with_torch() -> None:
+def clip_whole_models_with_torch(*, accumulates: bool) -> None:
     """Make torch's own `clip_grad_norm_` do what ours does with gradients of the model, until `smp.shutdown()`.
 
-    Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses.
+    Where ranks or master weights hold them it would clip by a different norm on each rank, or clip what nobody uses;
+    and if the model accumulates them, what no rank has reduced yet.
     """
-    if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
+    if accumulates or group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
         state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
         state.reset_hooks.append(_replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
 

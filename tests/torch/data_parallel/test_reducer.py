@@ -229,6 +229,31 @@ def test_accumulation_sends_nothing_until_its_last_step() -> None:
         assert all_reduce.call_count == messages
 
 
+@pytest.mark.also_on("sim:copies:0")
+@pytest.mark.parametrize("clips_with_torch", [True, False])
+@on_ranks(2)
+def test_an_update_before_an_accumulation_is_full_uses_averages(clips_with_torch: bool) -> None:
+    # Hugging Face's Trainer updates at the end of an epoch, whose last batches are fewer.
+    model, plain = start(backward_passes_per_step=2), Branches()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for passes in (1, 2, 1):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for _ in range(passes):
+            branch_step(model, inputs(smp.rank()), (0, 1))
+            for rank in range(2):
+                (plain(inputs(rank), (0, 1)) / 2).backward()
+        clip = nn.utils.clip_grad_norm_ if clips_with_torch else smp.clip_grad_norm_
+        norm = clip(model.parameters(), 0.01)
+        assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(plain.parameters(), 0.01).item())
+        optimizer.step()
+        for weight in plain.parameters():
+            if weight.grad is not None:
+                weight.data.sub_(0.1 * weight.grad)
+    for ours, weight in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.detach().cpu(), weight.detach())
+
+
 TARGET = ReduceTarget(mock.sentinel.group)
 FLOAT, DOUBLE = torch.float32, torch.float64
 MEGABYTE = 256 * 1024
