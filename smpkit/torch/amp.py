@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.optim.gradient_norm import check_not_held, end_accumulation
 from smpkit.torch.precision.cast import half_dtype
-from smpkit.torch.precision.loss_scale import all_reduce_found_inf
+from smpkit.torch.precision.loss_scale import all_reduce_found_inf, group_of_all_gradients
 
 __all__ = ["GradScaler"]
 
@@ -97,3 +98,26 @@ class GradScaler(torch.amp.GradScaler):
         agreed: dict[torch.device, torch.Tensor] = {found_inf.device: all_reduce_found_inf(found_inf)}
         optimizer_state["found_inf_per_device"] = agreed
         return agreed
+
+
+def refuse_torchs_scaler() -> None:
+    """Refuse torch's own scaler in steps, until `smp.shutdown()`, where ranks have different gradients.
+
+    Each rank would look at its own alone: one would skip an update that the others make. `fully_shard` asks all ranks.
+    """
+    original = torch.amp.GradScaler.scale
+    if group_of_all_gradients().size() == 1 or state.cfg.sharded_data_parallel_degree > 1:
+        return
+
+    @functools.wraps(original)
+    def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if state.step is not None and scaler.is_enabled() and not isinstance(scaler, GradScaler):
+            raise UsageError(
+                f"a loss was scaled by torch's `{type(scaler).__name__}`, which looks for overflows in this rank's"
+                " gradients alone, but others have other parts of the model's",
+                hint="use `smp.amp.GradScaler()`, which takes the same arguments and asks all ranks",
+            )
+        return original(scaler, outputs)
+
+    setattr(torch.amp.GradScaler, "scale", scale)  # noqa: B010 - mypy refuses to assign to a method
+    state.reset_hooks.append(functools.partial(setattr, torch.amp.GradScaler, "scale", original))

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UsageError
+from smpkit.torch.amp import refuse_torchs_scaler
 from smpkit.torch.core.arguments import check_callable
 from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, WrappedOptimizer, state
@@ -185,7 +186,7 @@ class DistributedModel(ModelParts):
         refuse_assignment(module)
         self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
-        clip_whole_models_with_torch(accumulates=backward_passes_per_step > 1)
+        _mind_other_ranks_in_torch(accumulates=backward_passes_per_step > 1)
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))
@@ -423,6 +424,12 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
     handle = RemovableHandle(registry)
     registry[handle.id] = hook
     return handle
+
+
+def _mind_other_ranks_in_torch(*, accumulates: bool) -> None:
+    """Put right, or refuse, what torch makes of this rank's gradients alone."""
+    clip_whole_models_with_torch(accumulates=accumulates)
+    refuse_torchs_scaler()
 
 
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:

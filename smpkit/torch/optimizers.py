@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Final
 
 import torch
+from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import ParamsT
 
 from smpkit.errors import UnsupportedError, UsageError
@@ -203,7 +204,7 @@ class FusedLAMB(_Fused):
             marked = every if state.optimizer is None else [state.optimizer.model_parameter(each) for each in every]
             self._norm = global_norm([(own, each.grad) for own, each in zip(marked, every, strict=True)])
         else:
-            self._norm = torch.nn.utils.get_total_norm([each.grad for each in every])
+            self._norm = get_total_norm([each.grad for each in every])
 
     def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
         gradients = same_step.gradients

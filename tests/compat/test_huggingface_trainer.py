@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,3 +111,26 @@ def test_a_subclass_that_wraps_its_optimizer_is_asked_for_it_once() -> None:
     optimizer = trainer.create_optimizer()
     assert isinstance(optimizer, smp.DistributedOptimizer)
     assert trainer.create_optimizer() is optimizer
+
+
+class _Divides(_Original):
+    """What Trainer's branch for SMP divides by."""
+
+    create_optimizer = None
+    args = SimpleNamespace(gradient_accumulation_steps=4)
+    current_gradient_accumulation_steps = 3
+
+    def training_step(self, loss: float) -> torch.Tensor:
+        return loss / self.args.gradient_accumulation_steps
+
+
+class _Steps(SmpTrainer, _Divides):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(1)
+def test_the_last_update_of_an_epoch_is_divided_by_the_batches_that_it_has() -> None:
+    smp.init()
+    trainer: Any = _Steps(nn.Linear(1, 1))
+    assert trainer.training_step(6.0) == 2
+    assert trainer.args.gradient_accumulation_steps == 4

@@ -13,7 +13,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
 from tests.ranks import run_ranks
-from tests.torch.steps import over_ranks
+from tests.torch.steps import on_ranks, over_ranks
 from tests.train import Plain, in_turn
 
 INIT = 2.0**6
@@ -125,6 +125,19 @@ def overflow_on_the_last_rank(fused: bool) -> tuple[float, float, bool]:
 @pytest.mark.filterwarnings("ignore:.*auto_partition")
 def test_an_overflow_of_one_pipeline_rank_skips_the_step_of_all() -> None:
     assert run_ranks(overflow_on_the_last_rank, 2, True) == [(INIT / 2, 0.0, True)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*auto_partition")
+@on_ranks(2)
+def test_torchs_own_is_refused_where_ranks_have_different_gradients() -> None:
+    module = build()
+    model = over_ranks(module, {module[1]: 1})
+    with pytest.raises(UsageError, match="scaled by torch's `GradScaler`, which looks for overflows in this rank's"):
+        train_step(model, batch(0), torch.amp.GradScaler("cpu"), None)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    assert off.scale(torch.ones(())) == 1
+    smp.shutdown()
+    assert torch.amp.GradScaler.scale.__module__ == "torch.amp.grad_scaler"
 
 
 # --- one process -----------------------------------------------------------------------------------------------------

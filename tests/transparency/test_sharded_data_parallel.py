@@ -432,6 +432,35 @@ def test_a_scalar_parameter_stays_whole_and_counts_once(stepwise: bool) -> None:
     same(Case(Tempered, tokens, token_step), way)
 
 
+class Odd(TiedFunctional):
+    """Has what torch's `fully_shard` cannot divide: quantised weights, complex ones, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(-WIDTH, WIDTH).view(2, -1).to(torch.int8), requires_grad=False)
+        self.scales = nn.Parameter(torch.full((1,), 0.1).to(torch.float8_e4m3fn), requires_grad=False)
+        self.filter = nn.Parameter(torch.linspace(0.5, 1.0, WIDTH // 2 + 1).to(torch.complex128))
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids) + self.nothing.sum() + self.image.square().mean()
+        weight = (self.codes * self.scales.float()).sum().to(logits.dtype)
+        return logits * (self.filter.abs().mean() + weight)
+
+
+def test_what_torch_cannot_divide_stays_whole() -> None:
+    same(Case(Odd, tokens, token_step), way_of(optimizer="SGD"))
+
+
+@on_ranks(4)
+def test_an_update_before_an_accumulation_is_full_is_refused_between_sharding_groups() -> None:
+    with training(CASE, way_of(replicas=4, accumulation=2)) as script:
+        script.run(0)
+        with pytest.raises(UnsupportedError, match="after 1 of the 2 passes that backward_passes_per_step says"):
+            script.optimizer.step()
+
+
 @on_ranks(2)
 def test_after_a_failed_forward_outside_of_steps_training_cannot_go_on() -> None:
     with training(CASE, way_of()) as script:

@@ -14,6 +14,7 @@ the model                         is wrapped once more to evaluate it, which rai
 the optimizer                     is never made where the model is wrapped (transformers 5)
 the optimizer, prepared           is wrapped once more, and its `local_state_dict` with it
 the norm of gradients             is that of this rank's part of the model
+the end of an epoch               is divided by more batches than are left for its last update
 the random state                  is written to one file by all ranks of a pipeline at once
 resuming from `model.safetensors` looks for `pytorch_model.bin`
 ================================= ====================================================================================
@@ -80,6 +81,17 @@ class SmpTrainer:
         if not isinstance(self.optimizer, DistributedOptimizer):
             create(*arguments, **options)
         return self.optimizer
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """Divide the loss by as many batches as this update has: at the end of an epoch they may be fewer."""
+        usual = self.args.gradient_accumulation_steps
+        number = getattr(self, "current_gradient_accumulation_steps", usual)
+        # A tensor, because a step with another plain number would leave the pipeline's schedule.
+        self.args.gradient_accumulation_steps = torch.tensor(float(number), device="cpu")
+        try:
+            return super().training_step(*arguments, **options)  # type: ignore[misc]
+        finally:
+            self.args.gradient_accumulation_steps = usual
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state

@@ -67,7 +67,9 @@ def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, Source]], what: str)
     """
     by_source: dict[Source, list[torch.Tensor]] = {}
     for tensor, source in tensors:
-        by_source.setdefault(source, []).append(tensor.detach())
+        # As bytes: gloo does not know float8.
+        bits = tensor.detach().view(torch.uint8) if tensor.itemsize == 1 else tensor.detach()
+        by_source.setdefault(source, []).append(bits)
     for (group, index), together in by_source.items():
         with waiting(what, group):
             # Into the same memory: the model, gradients and the optimizer's groups all refer to these objects.

@@ -66,8 +66,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
     kept, kept_alone = _kept_in_float32(module)
-    # `fully_shard` divides along the first dimension: what has none (the temperature of a CLIP) stays whole.
-    whole = [e for e in placement if e.parameter.ndim == 0 or e.parameter in kept_alone]
+    whole = [each for each in placement if not _is_divisible(each.parameter) or each.parameter in kept_alone]
     _materialize(module, whole)
     by_id = {id(each.parameter): each for each in placement if each not in whole}
     mesh = _mesh()
@@ -225,13 +224,22 @@ class ShardedDataParallel(DataParallel):
             )
 
 
+def _is_divisible(parameter: nn.Parameter) -> bool:
+    """Return whether `fully_shard` can divide a parameter; others stay whole on every rank.
+
+    It divides along the first dimension, which the temperature of a CLIP lacks, and takes no parameters without
+    elements, of complex numbers, or of integers and numbers of 8 bits (frozen weights of quantised models).
+    """
+    return parameter.ndim > 0 and parameter.numel() > 0 and parameter.is_floating_point() and parameter.itemsize > 1
+
+
 def _settle_dtypes(module: nn.Module) -> None:
     """Let `fully_shard` choose the dtypes of gradients while everything is trained.
 
     Else it does so in the first forward, and for a block that is frozen there it chooses none: once that is unfrozen,
     its gradients in half precision would meet weights in float32.
     """
-    frozen = [each for each in module.parameters() if not each.requires_grad]
+    frozen = [each for each in module.parameters() if isinstance(each, DTensor) and not each.requires_grad]
     for each in frozen:
         each.requires_grad_(True)
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
@@ -271,7 +279,7 @@ def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
     """Give the parameters of one block, on this rank's device, the values of the first replica."""
     initialize(root, [each.parameter for each in parts], state.device, torch.initial_seed())
     for each in parts:
-        value = each.parameter.data.to(state.device)
+        value = each.parameter.data.to(state.device).contiguous()  # which `fully_shard` requires
         # Parts stay in float32 and are their own master weights; `fully_shard` casts a block when it gathers it.
         half = value.dtype in (torch.float16, torch.bfloat16) and _precision().param_dtype is not None
         each.parameter.data = value.float() if half else value

@@ -13,7 +13,7 @@ Every value counts once::
 
 torch's own clipping is put right, or refused, where `parameter.grad` is not what the optimizer will use. Scripts
 import `clip_grad_norm_` and `clip_grad_value_` by name, so these cannot be replaced; the helpers that they look up on
-every call can.
+every call can. Some scripts call two of the helpers themselves, by their public names in `torch.nn.utils`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.utils.clip_grad as torch_clip_grad
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
@@ -139,7 +140,7 @@ def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor
         return torch.zeros((), device=state.device)
     total: torch.Tensor
     if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
-        total = torch.nn.utils.get_total_norm(gradients, norm_type)
+        total = get_total_norm(gradients, norm_type)
     else:  # torch's function computes in the dtype of the gradients: half precision overflows and has few digits
         norms = [
             torch.linalg.vector_norm(
@@ -208,13 +209,19 @@ def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[]
 
     Args:
         name: a private function of `torch.nn.utils.clip_grad`, as torch 2.11 to 2.13 have it; one that another torch
-            does not have is left alone.
+            does not have is left alone. `torch.nn.utils` has some without the underscore.
     """
     original = getattr(torch_clip_grad, name, None)
-    if original is None:
-        return lambda: None
-    setattr(torch_clip_grad, name, functools.partial(replacement, original))
-    return functools.partial(setattr, torch_clip_grad, name, original)
+    places = [(torch_clip_grad, name), (nn.utils, name.removeprefix("_"))]
+    places = [(module, each) for module, each in places if getattr(module, each, None) is original is not None]
+    for place in places:
+        setattr(*place, functools.partial(replacement, original))
+
+    def put_back() -> None:
+        for place in places:
+            setattr(*place, original)
+
+    return put_back
 
 
 def clip_whole_models_with_torch(*, accumulates: bool) -> None:
