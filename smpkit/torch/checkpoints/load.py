@@ -33,6 +33,7 @@ from smpkit.torch.checkpoints.entries import (
     translated,
 )
 from smpkit.torch.checkpoints.reader import Reader, Target, read_into, read_whole
+from smpkit.torch.core.announce import announce
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model import DistributedModel
@@ -57,6 +58,8 @@ def load_model(model: DistributedModel, reader: Reader, strict: bool, prefix: st
     state_dict = model.module.state_dict(keep_vars=True)
     sources = _sources(model.module, state_dict, reader, prefix, strict)
     _check_shapes(state_dict, sources, reader)
+    if strict:
+        _check_ties(state_dict, sources, reader)
     now, deferred = dict[str, TensorSource](), dict[str, TensorSource]()
     for name, source in sources.items():
         must_wait = is_delayed(state_dict[name]) or (isinstance(source, str) and reader.is_missing(source))
@@ -94,6 +97,8 @@ def _sources(
             f"the checkpoint belongs to another model: missing {_some(missing)}, unexpected {_some(surplus)}",
             hint="strict=False loads what fits",
         )
+    if (missing or surplus) and state.rank == 0:
+        announce([f"Not all was loaded (strict=False): missing {_some(missing)}, unexpected {_some(surplus)}."])
     return sources
 
 
@@ -117,6 +122,22 @@ def _check_shapes(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSou
             wrong.append(f"`{name}` is {here} here and {there} there")
     if wrong:
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(wrong[:5])}")
+
+
+def _check_ties(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: Reader) -> None:
+    """Raise CheckpointError where two weights have become one, or one has become two, whose states are those of one."""
+    places, names_here, names_there = reader.places(), dict[int, str](), dict[object, str]()
+    for name, source in sources.items():
+        if not isinstance(state_dict[name], nn.Parameter) or not (place := places.get(str(source))):
+            continue
+        one_here = names_here.setdefault(id(state_dict[name]), name)
+        one_there = names_there.setdefault(place, name)
+        if one_here != one_there:
+            here, there, other = ("one weight", "two", one_here) if one_there == name else ("two", "one", one_there)
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: `{other}` and `{name}` are {here} here and {there} there",
+                hint="tie the same weights, or load what fits with strict=False",
+            )
 
 
 def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource]) -> None:
@@ -174,7 +195,7 @@ def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader:
     if GROUPS not in reader.objects:
         warn_user(f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew")
         return
-    groups = _groups(optimizer, reader.read_objects([GROUPS])[GROUPS])
+    groups = _groups(optimizer, model, reader.read_objects([GROUPS])[GROUPS])
     if _awaits_partition(model):
         # States wait until it is known what this rank holds; settings such as the learning rate are needed before.
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -190,8 +211,12 @@ def load_loss_scale(optimizer: WrappedOptimizer, reader: Reader) -> None:
         optimizer.masters.loss_scaler.load_state_dict(reader.read_objects([SCALER])[SCALER])
 
 
-def _groups(optimizer: WrappedOptimizer, saved: Any) -> list[dict[str, Any]]:
-    """Return the settings of the saved groups with the parameters of this optimizer's."""
+def _groups(optimizer: WrappedOptimizer, model: DistributedModel, saved: Any) -> list[dict[str, Any]]:
+    """Return the settings of the saved groups with the parameters of this optimizer's.
+
+    A parameter that both know is in the same group, or it would get another one's settings. Others are new, were
+    frozen, or have other names in modules that tensor parallelism has replaced.
+    """
     numbers = {id(parameter): number for number, parameter in enumerate(optimizer_parameters(optimizer))}
     members = [
         [numbers[id(optimizer.model_parameter(member))] for member in group["params"]]
@@ -203,6 +228,16 @@ def _groups(optimizer: WrappedOptimizer, saved: Any) -> list[dict[str, Any]]:
             f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(members)}",
             hint="make the same parameter groups, or pass load_optimizer=False",
         )
+    names, before = parameter_names(optimizer, model), dict[str, int]()
+    for number, group in enumerate(saved):
+        before |= dict.fromkeys(group["params"], number)
+    for number, params in enumerate(members):
+        for name in (names[each] for each in params):
+            if before.get(name, number) != number:
+                raise CheckpointError(
+                    f"`{name}` is in parameter group {number} here and in {before[name]} there",
+                    hint="make the same parameter groups, or pass load_optimizer=False",
+                )
     return [{**settings, "params": params} for settings, params in zip(saved, members, strict=True)]
 
 
