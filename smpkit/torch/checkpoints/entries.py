@@ -100,8 +100,11 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
     """
     entries, divisions = [], dict[int, Division]()
     for name, value in model.module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and not model.holds(value):
-            continue
+        if isinstance(value, nn.Parameter):
+            if not model.holds(value):
+                continue
+        elif model.placement.running_pp_rank_of(name.rpartition(".")[0]) not in (None, state.pp_rank):
+            continue  # only the rank that runs its module changes it
         if isinstance(value, torch.Tensor):
             if value.device.type == "meta":
                 continue  # without memory yet, so without a value

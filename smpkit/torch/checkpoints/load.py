@@ -195,14 +195,12 @@ def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader:
     if GROUPS not in reader.objects:
         warn_user(f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew")
         return
-    groups = _groups(optimizer, model, reader.read_objects([GROUPS])[GROUPS])
+    _load_settings(optimizer, model, reader.read_objects([GROUPS])[GROUPS])
+    # States wait until it is known what this rank holds; the script may change the settings until then.
     if _awaits_partition(model):
-        # States wait until it is known what this rank holds; settings such as the learning rate are needed before.
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        defer_load(lambda: _load_states(optimizer, model, reader, groups))
+        defer_load(lambda: _load_states(optimizer, model, reader))
     else:
-        _load_states(optimizer, model, reader, groups)
+        _load_states(optimizer, model, reader)
 
 
 def load_loss_scale(optimizer: WrappedOptimizer, reader: Reader) -> None:
@@ -211,39 +209,43 @@ def load_loss_scale(optimizer: WrappedOptimizer, reader: Reader) -> None:
         optimizer.masters.loss_scaler.load_state_dict(reader.read_objects([SCALER])[SCALER])
 
 
-def _groups(optimizer: WrappedOptimizer, model: DistributedModel, saved: Any) -> list[dict[str, Any]]:
-    """Return the settings of the saved groups with the parameters of this optimizer's.
+def _load_settings(optimizer: WrappedOptimizer, model: DistributedModel, saved: Any) -> None:
+    """Give the parameter groups the settings of the saved ones.
 
     A parameter that both know is in the same group, or it would get another one's settings. Others are new, were
     frozen, or have other names in modules that tensor parallelism has replaced.
     """
-    numbers = {id(parameter): number for number, parameter in enumerate(optimizer_parameters(optimizer))}
-    members = [
-        [numbers[id(optimizer.model_parameter(member))] for member in group["params"]]
-        for group in optimizer.param_groups
-    ]
-    if not isinstance(saved, list) or len(saved) != len(members):
+    groups = optimizer.param_groups
+    if not isinstance(saved, list) or len(saved) != len(groups):
         count = len(saved) if isinstance(saved, list) else "no"
         raise CheckpointError(
-            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(members)}",
+            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(groups)}",
             hint="make the same parameter groups, or pass load_optimizer=False",
         )
     names, before = parameter_names(optimizer, model), dict[str, int]()
     for number, group in enumerate(saved):
         before |= dict.fromkeys(group["params"], number)
-    for number, params in enumerate(members):
+    for number, params in enumerate(_members(optimizer)):
         for name in (names[each] for each in params):
             if before.get(name, number) != number:
                 raise CheckpointError(
                     f"`{name}` is in parameter group {number} here and in {before[name]} there",
                     hint="make the same parameter groups, or pass load_optimizer=False",
                 )
-    return [{**settings, "params": params} for settings, params in zip(saved, members, strict=True)]
+    for group, settings in zip(groups, saved, strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
 
 
-def _load_states(
-    optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader, groups: list[dict[str, Any]]
-) -> None:
+def _members(optimizer: WrappedOptimizer) -> list[list[int]]:
+    """Return the numbers of each group's parameters."""
+    numbers = {id(parameter): number for number, parameter in enumerate(optimizer_parameters(optimizer))}
+    return [
+        [numbers[id(optimizer.model_parameter(member))] for member in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def _load_states(optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader) -> None:
     by_parameter = _states_by_parameter(reader)
     factories = _state_factories(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
@@ -269,6 +271,9 @@ def _load_states(
     for number, key, full in objects:
         states[number][key] = values[full]
     scaler = {SCALER_KEY: values[SCALER]} if scalers else {}
+    groups = [
+        {**group, "params": params} for group, params in zip(optimizer.param_groups, _members(optimizer), strict=True)
+    ]
     optimizer.load_state_dict({"state": dict(states), "param_groups": groups, **scaler})
 
 

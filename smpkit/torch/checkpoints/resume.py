@@ -61,8 +61,8 @@ def resume_from_checkpoint(
         tag: the newest intact one if not given.
         partial: True: a partial checkpoint. False: one file, `path/tag`, which may be a plain `torch.save` of a state
             dict.
-        strict: names must match exactly.
-        load_optimizer: load the optimizer's state, too, if the checkpoint is partial.
+        strict: names and tied weights must match exactly. False: what fits is loaded, and the log says what is not.
+        load_optimizer: load the optimizer's state, too, if the checkpoint is partial, into the one that is wrapped.
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the loss scale of the optimizer,
             as in SMP v1: moments and settings of groups start anew. Without sharded data parallelism it has no effect.
         translate_function: applied to the state dict of a full checkpoint before it is loaded.

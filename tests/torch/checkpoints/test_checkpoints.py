@@ -193,6 +193,57 @@ def test_weights_that_are_tied_or_untied_since_are_named(tied: bool, tmp_path: P
     resume_from_checkpoint(tmp_path, strict=False)
 
 
+class Counting(nn.Linear):
+    """Has a state beside its tensors, as Transformer Engine's layers have."""
+
+    calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(values)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@smp.step
+def step(model: Any, values: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(values).sum()
+    model.backward(loss)
+    return loss
+
+
+def train_over_two_ranks(path: str) -> list[int]:
+    """Save after two steps; resume, change the learning rate as scripts do, and take one more."""
+    config = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 1}
+    for is_resumed in (False, True):
+        smp.init(config)
+        layers = nn.Sequential(Counting(2, 2), Counting(2, 2))
+        smp.set_partition(layers[0], 0)
+        model = smp.DistributedModel(layers)
+        optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+        if is_resumed:
+            resume_from_checkpoint(path)
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
+        for _ in range(1 if is_resumed else 2):
+            optimizer.zero_grad()
+            step(model, torch.ones(1, 2))
+            before = [each.detach().clone() for each in model.local_parameters()]
+            optimizer.step()
+        if not is_resumed:
+            save_checkpoint(path, "one")
+            smp.shutdown()
+    assert all(map(torch.equal, before, model.local_parameters())), "the first step took the rate that was saved"
+    return [layer.calls for layer in layers if isinstance(layer, Counting)]
+
+
+def test_a_pipeline_saves_what_its_ranks_run_and_keeps_settings_that_change_after_a_resume(tmp_path: Path) -> None:
+    assert run_ranks(train_over_two_ranks, 2, str(tmp_path)) == [[3, 2], [2, 3]]
+
+
 # --- which one --------------------------------------------------------------------------------------------------------
 
 
@@ -293,8 +344,9 @@ def matrices_first(model: Any, order: int) -> torch.optim.Optimizer:
 
 def test_parameters_in_other_groups_are_named_and_new_ones_may_be_in_any(tmp_path: Path) -> None:
     smp.init()
-    model = smp.DistributedModel(plain())
-    model.module[0].requires_grad_(False)
+    layers = plain()
+    layers[0].requires_grad_(False)
+    model = smp.DistributedModel(layers)
     trained = [each for each in model.parameters() if each.requires_grad]
     smp.DistributedOptimizer(torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}]))
     save_checkpoint(tmp_path, "one")
