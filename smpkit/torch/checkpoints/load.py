@@ -64,9 +64,9 @@ def load_model(model: DistributedModel, reader: Reader, strict: bool, prefix: st
     for name, source in sources.items():
         must_wait = is_delayed(state_dict[name]) or (isinstance(source, str) and reader.is_missing(source))
         (deferred if must_wait and _awaits_partition(model) else now)[name] = source
-    _fill(model, reader, now)
+    _fill(model, reader, now, strict)
     if deferred:
-        defer_load(lambda: _fill(model, reader, deferred))
+        defer_load(lambda: _fill(model, reader, deferred, strict))
 
 
 def _awaits_partition(model: DistributedModel) -> bool:
@@ -125,28 +125,50 @@ def _check_shapes(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSou
 
 
 def _check_ties(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: Reader) -> None:
-    """Raise CheckpointError where two weights have become one, or one has become two, whose states are those of one."""
-    places, names_here, names_there = reader.places(), dict[int, str](), dict[object, str]()
+    """Raise CheckpointError where a tied weight has become two: its optimizer states are those of one."""
+    places, names = reader.places(), dict[object, str]()
     for name, source in sources.items():
-        if not isinstance(state_dict[name], nn.Parameter) or not (place := places.get(str(source))):
+        if isinstance(state_dict[name], nn.Parameter) and (place := places.get(str(source))):
+            first = names.setdefault(place, name)
+            if state_dict[first] is not state_dict[name]:
+                raise CheckpointError(
+                    f"the checkpoint belongs to another model: `{first}` and `{name}` are one weight there, two here",
+                    hint="tie the same weights, or load what fits with strict=False",
+                )
+
+
+def _check_doubles(
+    state_dict: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: Reader, doubles: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError where two weights have become one, unless their values are the same.
+
+    Args:
+        doubles: further names of tied weights that have been loaded, each with the first one.
+    """
+    places = reader.places() if doubles else {}
+    for name, first in doubles.items():
+        source, first_source = sources[name], sources[first]
+        if not isinstance(source, str) or source == first_source:
             continue
-        one_here = names_here.setdefault(id(state_dict[name]), name)
-        one_there = names_there.setdefault(place, name)
-        if one_here != one_there:
-            here, there, other = ("one weight", "two", one_here) if one_there == name else ("two", "one", one_there)
+        if source in places and places[source] == places.get(str(first_source)):
+            continue
+        loaded = local_tensor_of(state_dict[name])
+        other = torch.empty_like(loaded)
+        read_into(reader, {source: Target(other, division_of(state_dict[name]).chunks)})
+        if not torch.allclose(other, loaded, rtol=0, atol=0, equal_nan=True):
             raise CheckpointError(
-                f"the checkpoint belongs to another model: `{other}` and `{name}` are {here} here and {there} there",
-                hint="tie the same weights, or load what fits with strict=False",
+                f"the checkpoint belongs to another model: `{first}` and `{name}` are one weight here, two there",
+                hint="untie them (`tie_word_embeddings`), or load the first with strict=False",
             )
 
 
-def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource]) -> None:
+def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource], strict: bool) -> None:
     state_dict = model.module.state_dict(keep_vars=True)
     live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
     targets = dict[str, Target]()
     objects = dict[str, str]()
     computed = dict[str, Any]()  # for the state dict: modules take it back
-    filled = set[int]()
+    filled, doubles = dict[int, str](), dict[str, str]()
     for name, source in sources.items():
         value = state_dict[name]
         if isinstance(value, nn.Parameter) and not model.holds(value):
@@ -156,9 +178,9 @@ def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorS
         if isinstance(source, str) and source in reader.objects:
             objects[name] = source
             continue
-        if id(value) in filled:  # a tied weight, under another name
+        if (first := filled.setdefault(id(value), name)) != name:  # a tied weight, under another name
+            doubles[name] = first
             continue
-        filled.add(id(value))
         if id(value) not in live:
             value = computed[name] = torch.empty_like(value)
         if isinstance(value, nn.Parameter) and is_delayed(value):
@@ -168,6 +190,7 @@ def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorS
         else:
             _fill_from(value, name, source())
     read_into(reader, targets)
+    _check_doubles(state_dict, sources, reader, doubles if strict else {})
     if objects:
         values = reader.read_objects(objects.values())
         computed |= {name: values[source] for name, source in objects.items()}
