@@ -8,6 +8,7 @@ save or a resume costs as many messages as there are ranks, times a number of ag
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -90,7 +91,8 @@ def work_together(
     """Do what `together` does for work that takes longer than the deadline of a wait.
 
     Args:
-        work: calls the function that it is given again and again, which tells the other ranks that it goes on.
+        work: calls the function that it is given again and again, which tells the other ranks that it goes on. When
+            the work has ended, that does nothing.
     """
     last = time.monotonic()
 
@@ -117,6 +119,7 @@ def work_together(
         result = work(go_on)
     except Exception as error:  # of any kind: this rank must reach the agreement below, or the others wait for it
         cause = error
+    last = math.inf
     end: tuple[str | None, Any] | None = (None if cause is None else _message(cause), result)
     while (answer := agree(end, settle, group)) is None:
         pass

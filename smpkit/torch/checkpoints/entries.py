@@ -22,6 +22,7 @@ from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
 from smpkit.torch.precision.cast import SCALER_KEY, half_dtype
+from smpkit.torch.state_dict import PARTIAL_KEY
 from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation
 
@@ -107,8 +108,11 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
     """
     entries, divisions = [], dict[int, Division]()
     for name, value in model.module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and not model.holds(value):
-            continue
+        if isinstance(value, nn.Parameter):
+            if not model.holds(value):
+                continue
+        elif model.placement.running_pp_rank_of(name.rpartition(".")[0]) not in (None, state.pp_rank):
+            continue  # only the rank that runs its module changes it
         if isinstance(value, torch.Tensor):
             if value.device.type == "meta":
                 continue  # without memory yet, so without a value
@@ -118,16 +122,20 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
     if optimizer is None:
         return entries
     saved = optimizer.local_state_dict(gather_if_shard=False)
-    if not isinstance(saved.get("state"), Mapping) or not isinstance(saved.get("param_groups"), list):
+    others = saved.keys() - {"state", "param_groups", SCALER_KEY, PARTIAL_KEY}
+    if others or not isinstance(saved.get("state"), Mapping) or not isinstance(saved.get("param_groups"), list):
+        more = "".join(f", but `{name}` too" for name in sorted(others)[:1])
         raise CheckpointError(
-            f"the state of {type(optimizer.optimizer).__name__} has not the layout of torch's optimizers",
-            hint="save it with smp.save(optimizer.state_dict(), ...), and the model with optimizer state left out",
+            f"the state of {type(optimizer.optimizer).__name__} has not the layout of torch's optimizers, `state` and"
+            f" `param_groups`{more}",
+            hint="wrap an optimizer that keeps all in these two, or save with smp.save(optimizer.state_dict(), ...)",
         )
+    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     everywhere = frozenset(range(state.size))
-    entries.append(StateEntry(GROUPS, saved["param_groups"], None, (), everywhere))
+    entries.append(StateEntry(GROUPS, groups, None, (), everywhere))
     if SCALER_KEY in saved:
         entries.append(StateEntry(SCALER, saved[SCALER_KEY], None, (), everywhere))
-    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     for index, states in saved["state"].items():
         parameter = parameters[index]
         if not model.owns(parameter):

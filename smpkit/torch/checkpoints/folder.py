@@ -146,7 +146,13 @@ def dtype_of(spec: Mapping[str, Any]) -> torch.dtype:
 
 def check_tag(tag: object) -> None:
     """Raise UsageError unless `tag` can be a file name that smpkit does not use itself."""
-    if not isinstance(tag, str) or not re.fullmatch(r"[^/\0.][^/\0]*", tag) or tag == NEWEST:
+    if (
+        not isinstance(tag, str)
+        or not re.fullmatch(r"[^/.][^/]*", tag)
+        or tag == NEWEST
+        or not tag.isprintable()  # nor is what cannot be read back from the file `newest`
+        or tag != tag.strip()
+    ):
         raise UsageError(
             f"{tag!r} cannot be the tag of a checkpoint",
             hint="use a plain name such as `step_100`, without `/`",
@@ -256,6 +262,9 @@ def publish_folder(staged: Path, target: Path, index: str) -> None:
     try:
         fsync_write(staged / INDEX, lambda file: file.write(index.encode()))
         sync_folder(staged)
+        # Another job that saves to the same folder takes this one for what a dead job has left.
+        if damage := find_damage(staged, read_index(staged)):
+            raise CheckpointError(f"{damage}: does another job save to {target.parent} at the same time?")
         # A folder cannot be replaced in one rename: if the job dies in between, the checkpoint before is used.
         if target.exists() and not _has_index(target, index):
             target.rename(replaced)

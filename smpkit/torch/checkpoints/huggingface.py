@@ -21,7 +21,7 @@ from torch import nn
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise
+from smpkit.torch.checkpoints.agreement import all_or_raise, work_together
 from smpkit.torch.checkpoints.entries import wrapped_model
 from smpkit.torch.checkpoints.load import load_model
 from smpkit.torch.checkpoints.reader import Reader, whole_tensor
@@ -93,9 +93,13 @@ def load_pretrained(
         UsageError: there is no model.
     """
     wrapped, path = wrapped_model(model), Path(folder)
-    all_or_raise(
-        f"{path} was not loaded", lambda: load_model(wrapped, _reader_of(path, wrapped.module), strict, prefix="")
-    )
+
+    def load(go_on: Callable[[], None]) -> None:
+        reader = _reader_of(path, wrapped.module)
+        reader.go_on = go_on
+        load_model(wrapped, reader, strict, prefix="")
+
+    work_together(f"{path} was not loaded", load, lambda _: None)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

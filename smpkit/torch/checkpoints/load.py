@@ -33,6 +33,7 @@ from smpkit.torch.checkpoints.entries import (
     translated,
 )
 from smpkit.torch.checkpoints.reader import Reader, Target, read_into, read_whole
+from smpkit.torch.core.announce import announce
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model import DistributedModel
@@ -57,13 +58,15 @@ def load_model(model: DistributedModel, reader: Reader, strict: bool, prefix: st
     state_dict = model.module.state_dict(keep_vars=True)
     sources = _sources(model.module, state_dict, reader, prefix, strict)
     _check_shapes(state_dict, sources, reader)
+    if strict:
+        _check_ties(state_dict, sources, reader)
     now, deferred = dict[str, TensorSource](), dict[str, TensorSource]()
     for name, source in sources.items():
         must_wait = is_delayed(state_dict[name]) or (isinstance(source, str) and reader.is_missing(source))
         (deferred if must_wait and _awaits_partition(model) else now)[name] = source
-    _fill(model, reader, now)
+    _fill(model, reader, now, strict)
     if deferred:
-        defer_load(lambda: _fill(model, reader, deferred))
+        defer_load(lambda: _fill(model, reader, deferred, strict))
 
 
 def _awaits_partition(model: DistributedModel) -> bool:
@@ -94,6 +97,8 @@ def _sources(
             f"the checkpoint belongs to another model: missing {_some(missing)}, unexpected {_some(surplus)}",
             hint="strict=False loads what fits",
         )
+    if (missing or surplus) and state.rank == 0:
+        announce([f"Not all was loaded (strict=False): missing {_some(missing)}, unexpected {_some(surplus)}."])
     return sources
 
 
@@ -119,13 +124,51 @@ def _check_shapes(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSou
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(wrong[:5])}")
 
 
-def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource]) -> None:
+def _check_ties(state_dict: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: Reader) -> None:
+    """Raise CheckpointError where a tied weight has become two: its optimizer states are those of one."""
+    places, names = reader.places(), dict[object, str]()
+    for name, source in sources.items():
+        if isinstance(state_dict[name], nn.Parameter) and (place := places.get(str(source))):
+            first = names.setdefault(place, name)
+            if state_dict[first] is not state_dict[name]:
+                raise CheckpointError(
+                    f"the checkpoint belongs to another model: `{first}` and `{name}` are one weight there, two here",
+                    hint="tie the same weights, or load what fits with strict=False",
+                )
+
+
+def _check_doubles(
+    state_dict: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: Reader, doubles: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError where two weights have become one, unless their values are the same.
+
+    Args:
+        doubles: further names of tied weights that have been loaded, each with the first one.
+    """
+    places = reader.places() if doubles else {}
+    for name, first in doubles.items():
+        source, first_source = sources[name], sources[first]
+        if not isinstance(source, str) or source == first_source:
+            continue
+        if source in places and places[source] == places.get(str(first_source)):
+            continue
+        loaded = local_tensor_of(state_dict[name])
+        other = torch.empty_like(loaded)
+        read_into(reader, {source: Target(other, division_of(state_dict[name]).chunks)})
+        if not torch.allclose(other, loaded, rtol=0, atol=0, equal_nan=True):
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: `{first}` and `{name}` are one weight here, two there",
+                hint="untie them (`tie_word_embeddings`), or load the first with strict=False",
+            )
+
+
+def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource], strict: bool) -> None:
     state_dict = model.module.state_dict(keep_vars=True)
     live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
     targets = dict[str, Target]()
     objects = dict[str, str]()
     computed = dict[str, Any]()  # for the state dict: modules take it back
-    filled = set[int]()
+    filled, doubles = dict[int, str](), dict[str, str]()
     for name, source in sources.items():
         value = state_dict[name]
         if isinstance(value, nn.Parameter) and not model.holds(value):
@@ -135,9 +178,9 @@ def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorS
         if isinstance(source, str) and source in reader.objects:
             objects[name] = source
             continue
-        if id(value) in filled:  # a tied weight, under another name
+        if (first := filled.setdefault(id(value), name)) != name:  # a tied weight, under another name
+            doubles[name] = first
             continue
-        filled.add(id(value))
         if id(value) not in live:
             value = computed[name] = torch.empty_like(value)
         if isinstance(value, nn.Parameter) and is_delayed(value):
@@ -147,6 +190,7 @@ def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorS
         else:
             _fill_from(value, name, source())
     read_into(reader, targets)
+    _check_doubles(state_dict, sources, reader, doubles if strict else {})
     if objects:
         values = reader.read_objects(objects.values())
         computed |= {name: values[source] for name, source in objects.items()}
@@ -174,15 +218,12 @@ def load_optimizer(optimizer: WrappedOptimizer, model: DistributedModel, reader:
     if GROUPS not in reader.objects:
         warn_user(f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew")
         return
-    groups = _groups(optimizer, reader.read_objects([GROUPS])[GROUPS])
+    _load_settings(optimizer, model, reader.read_objects([GROUPS])[GROUPS])
+    # States wait until it is known what this rank holds; the script may change the settings until then.
     if _awaits_partition(model):
-        # States wait until it is known what this rank holds; settings such as the learning rate are needed before, and
-        # the script may change them until then.
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        defer_load(lambda: _load_states(optimizer, model, reader, _groups(optimizer, optimizer.param_groups)))
+        defer_load(lambda: _load_states(optimizer, model, reader))
     else:
-        _load_states(optimizer, model, reader, groups)
+        _load_states(optimizer, model, reader)
 
 
 def load_loss_scale(optimizer: WrappedOptimizer, reader: Reader) -> None:
@@ -191,25 +232,43 @@ def load_loss_scale(optimizer: WrappedOptimizer, reader: Reader) -> None:
         optimizer.masters.loss_scaler.load_state_dict(reader.read_objects([SCALER])[SCALER])
 
 
-def _groups(optimizer: WrappedOptimizer, saved: Any) -> list[dict[str, Any]]:
-    """Return the settings of the saved groups with the parameters of this optimizer's."""
+def _load_settings(optimizer: WrappedOptimizer, model: DistributedModel, saved: Any) -> None:
+    """Give the parameter groups the settings of the saved ones.
+
+    A parameter that both know is in the same group, or it would get another one's settings. Others are new, were
+    frozen, or have other names in modules that tensor parallelism has replaced.
+    """
+    groups = optimizer.param_groups
+    if not isinstance(saved, list) or len(saved) != len(groups):
+        count = len(saved) if isinstance(saved, list) else "no"
+        raise CheckpointError(
+            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(groups)}",
+            hint="make the same parameter groups, or pass load_optimizer=False",
+        )
+    names, before = parameter_names(optimizer, model), dict[str, int]()
+    for number, group in enumerate(saved):
+        before |= dict.fromkeys(group["params"], number)
+    for number, params in enumerate(_members(optimizer)):
+        for name in (names[each] for each in params):
+            if before.get(name, number) != number:
+                raise CheckpointError(
+                    f"`{name}` is in parameter group {number} here and in {before[name]} there",
+                    hint="make the same parameter groups, or pass load_optimizer=False",
+                )
+    for group, settings in zip(groups, saved, strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
+
+
+def _members(optimizer: WrappedOptimizer) -> list[list[int]]:
+    """Return the numbers of each group's parameters."""
     numbers = {id(parameter): number for number, parameter in enumerate(optimizer_parameters(optimizer))}
-    members = [
+    return [
         [numbers[id(optimizer.model_parameter(member))] for member in group["params"]]
         for group in optimizer.param_groups
     ]
-    if not isinstance(saved, list) or len(saved) != len(members):
-        count = len(saved) if isinstance(saved, list) else "no"
-        raise CheckpointError(
-            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(members)}",
-            hint="make the same parameter groups, or pass load_optimizer=False",
-        )
-    return [{**settings, "params": params} for settings, params in zip(saved, members, strict=True)]
 
 
-def _load_states(
-    optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader, groups: list[dict[str, Any]]
-) -> None:
+def _load_states(optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader) -> None:
     by_parameter = _states_by_parameter(reader)
     factories = _state_factories(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
@@ -235,6 +294,9 @@ def _load_states(
     for number, key, full in objects:
         states[number][key] = values[full]
     scaler = {SCALER_KEY: values[SCALER]} if scalers else {}
+    groups = [
+        {**group, "params": params} for group, params in zip(optimizer.param_groups, _members(optimizer), strict=True)
+    ]
     optimizer.load_state_dict({"state": dict(states), "param_groups": groups, **scaler})
 
 

@@ -161,7 +161,8 @@ def read_file(
         pickle_module: reads the file in torch's place, whatever it names.
         weights_only: False loads whatever the file names; None: True, unless the user has set torch's variable.
     """
-    check_archive(path)
+    # A file that is mapped is not read as a whole.
+    check_archive(path, None if options.get("mmap") else lambda: None)
     if weights_only is None:
         trusts_files = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower()
         weights_only = trusts_files not in {"1", "y", "yes", "true"}
@@ -175,20 +176,24 @@ def read_file(
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
 
 
-def check_archive(path: Path) -> None:
+def check_archive(path: Path, go_on: Callable[[], None] | None = None) -> None:
     """Raise CheckpointError unless a file's own description of its members is possible.
 
     The sizes of members are declared in the file, and torch allocates memory for them before it reads: a compressed
     member, or many that claim the same bytes, could ask for any amount. `torch.save` writes neither.
+
+    Args:
+        go_on: compare the members with the checksums in the file too, which torch does not; called again and again
+            meanwhile.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is a folder, a pipe or a device, not a file")
     except OSError:
         return  # the caller opens it, and says why that fails
-    if not zipfile.is_zipfile(path):
-        return
     try:
+        if not zipfile.is_zipfile(path):
+            return  # a file from before 2020, or no file of torch's
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             room, total = file.seek(0, os.SEEK_END), 0
             for info in archive.infolist():
@@ -198,33 +203,15 @@ def check_archive(path: Path) -> None:
                         hint="load it with torch and save it again with torch.save",
                     )
                 total += info.file_size
-                with archive.open(info):  # compares what stands before the member with the directory
-                    pass
+                with archive.open(info) as member:  # compares what stands before the member with the directory
+                    while go_on is not None and member.read(PIECE_BYTES):
+                        go_on()
                 if info.header_offset + info.file_size > room or total > room:
                     raise zipfile.BadZipFile(f"`{info.filename}` is not where the archive's directory says")
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, ValueError, RuntimeError, EOFError) as error:  # it may call itself encrypted
         raise CheckpointError(f"{path} is damaged: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def archive_corruption(path: Path, go_on: Callable[[], None]) -> str | None:
-    """Return which member of a file of `torch.save` is not as it was written; None if all are, or it is no archive.
-
-    `go_on` is called again and again while it is read.
-    """
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return None
-    check_archive(path)
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            try:
-                with archive.open(name) as member:
-                    while member.read(PIECE_BYTES):
-                        go_on()
-            except zipfile.BadZipFile:
-                return f"`{name}` in {path} has not the CRC-32 that it was written with"
-    return None
 
 
 # --- the reader's list ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.entries import Chunk, chunks_of, view_of
-from smpkit.torch.checkpoints.folder import dtype_of, find_corruption, find_damage, read_index
+from smpkit.torch.checkpoints.folder import INDEX, dtype_of, find_corruption, find_damage, read_index
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.checkpoints.tensors import open_tensors
 
@@ -50,6 +50,8 @@ class Reader(StorageReader):
 
     objects: Collection[str] = ()
     """The names of values that are no tensors."""
+    go_on: Callable[[], None] = staticmethod(lambda: None)
+    """Called again and again while it reads."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         super().__init__()
@@ -78,6 +80,10 @@ class Reader(StorageReader):
         """Return values that are no tensors, by name."""
         raise NotImplementedError
 
+    def places(self) -> dict[str, tuple[object, ...]]:
+        """Return where the parts of each tensor lie, by name, if names of the same places are of one, tied, tensor."""
+        return {}
+
     def is_missing(self, name: str) -> bool:
         """Return whether a part of an entry is in a file that is not in this folder."""
         return False
@@ -99,6 +105,7 @@ class Reader(StorageReader):
             with self.open(file) as read_slice:
                 for key, at, item in wanted:
                     place(item, read_slice(key, at, item.lengths))
+                    self.go_on()
 
     # --- the interface of torch's loader -----------------------------------------------------------------------------
 
@@ -161,6 +168,7 @@ class CheckpointReader(Reader):
         weights_only: bool | None = None,
     ) -> None:
         path = Path(folder)
+        self._save = _file_of(path / INDEX)
         self.index = read_index(path)
         if missing is None:
             if damage := find_damage(path, self.index):
@@ -185,7 +193,6 @@ class CheckpointReader(Reader):
         return spec["shape"], dtype_of(spec), [*pieces.values()]
 
     def places(self) -> dict[str, tuple[object, ...]]:
-        """Return where the parts of each tensor lie, by name: names of the same places are of one, tied, tensor."""
         return {name: tuple(map(repr, spec["pieces"])) for name, spec in self.index.tensors.items()}
 
     def is_missing(self, name: str) -> bool:
@@ -200,6 +207,15 @@ class CheckpointReader(Reader):
         read = functools.cache(lambda file: read_file(self.folder / file, "cpu", weights_only=self._weights_only))
         return {name: read(file)[name] for name, file in file_of.items()}
 
+    def read(self, items: Iterable[ReadItem], place: Callable[[ReadItem, torch.Tensor], None]) -> None:
+        super().read(items, place)
+        # What is gone by now was there when it was read; files of another save may have been among those read.
+        if _file_of(self.folder / INDEX) not in (self._save, None):
+            raise CheckpointError(
+                f"another save replaced {self.folder} while it was read",
+                hint="read it again; checkpoints that are read while a job saves have a tag of their own each",
+            )
+
     def check_files(self, names: Collection[str]) -> None:
         if lacking := sorted(self._missing.intersection(names)):
             entries = {name: self.index.files[name] for name in lacking}
@@ -210,9 +226,19 @@ class CheckpointReader(Reader):
                 "same hosts with the same degrees",
             )
         new = self._to_verify.intersection(names)
-        if corruption := find_corruption({self.folder / name: self.index.files[name]["crc32"] for name in sorted(new)}):
+        crcs = {self.folder / name: self.index.files[name]["crc32"] for name in sorted(new)}
+        if corruption := find_corruption(crcs, self.go_on):
             raise CheckpointError(corruption)
         self._to_verify -= new
+
+
+def _file_of(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that takes its place; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 class StateReader(Reader):

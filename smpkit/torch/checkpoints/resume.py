@@ -18,12 +18,12 @@ from typing import Any
 from smpkit.errors import CheckpointError, escaped
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise, together, work_together
+from smpkit.torch.checkpoints.agreement import together, work_together
 from smpkit.torch.checkpoints.background import finish_previous_save
-from smpkit.torch.checkpoints.entries import degrees, precision, wrapped_model
+from smpkit.torch.checkpoints.entries import GROUPS, degrees, precision, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
-from smpkit.torch.checkpoints.objects import archive_corruption, read_file
+from smpkit.torch.checkpoints.objects import check_archive, read_file
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.core.announce import announce
@@ -61,8 +61,8 @@ def resume_from_checkpoint(
         tag: the newest intact one if not given.
         partial: True: a partial checkpoint. False: one file, `path/tag`, which may be a plain `torch.save` of a state
             dict.
-        strict: names must match exactly.
-        load_optimizer: load the optimizer's state, too, if the checkpoint is partial.
+        strict: names and tied weights must match exactly. False: what fits is loaded, and the log says what is not.
+        load_optimizer: load the optimizer's state, too, if the checkpoint is partial, into the one that is wrapped.
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the loss scale of the optimizer,
             as in SMP v1: moments and settings of groups start anew. Without sharded data parallelism it has no effect.
         translate_function: applied to the state dict of a full checkpoint before it is loaded.
@@ -84,14 +84,24 @@ def resume_from_checkpoint(
     choice = _Choice(folder, partial, optimizer is not None, verify_checksums)
     name, missing = choice.newest() if tag is None else choice.tagged(tag)
 
-    def load() -> Any:
+    def load(go_on: Callable[[], None]) -> Any:
         drop_deferred_loads()  # of an earlier call, which would overwrite this one's values in the first step
-        if partial:
-            reader = CheckpointReader(folder / name, False, missing=missing, weights_only=weights_only)
-            return _load_partial(reader, model, optimizer, strict, states, weights_only)
-        return _load_full(folder, name, model, strict, translate_function, weights_only)
+        if not partial:
+            return _load_full(folder, name, model, strict, translate_function, weights_only, go_on)
+        reader = CheckpointReader(folder / name, False, missing=missing, weights_only=weights_only)
+        reader.go_on = go_on
+        content = _load_partial(reader, model, optimizer, strict, states, weights_only)
+        if load_optimizer and optimizer is None and GROUPS in reader.objects:
+            warn_user(
+                f"`{name}` has an optimizer's states, but none is wrapped yet, and one that is wrapped later starts"
+                " anew: wrap it before the resume, or pass load_optimizer=False"
+            )
+        return content
 
-    return all_or_raise(f"checkpoint `{name}` in {folder} was not loaded", load)
+    failure = f"checkpoint `{name}` in {folder} was not loaded"
+    user_content: list[Any] = []  # it stays on this rank
+    work_together(failure, lambda go_on: user_content.append(load(go_on)), lambda _: None)
+    return user_content[0]
 
 
 def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str | None:
@@ -207,8 +217,9 @@ class _Choice:
         def look(go_on: Callable[[], None]) -> tuple[str | None, list[str]]:
             try:
                 if not self.partial:
-                    is_mine = self.verify_checksums and file_systems.is_leader
-                    return archive_corruption(path, go_on) if is_mine else None, []
+                    if self.verify_checksums and file_systems.is_leader:
+                        check_archive(path, go_on)
+                    return None, []
                 index = files.read_index(path)
                 names = files_to_check(
                     index, file_systems.here.index(state.rank), len(file_systems.here), self.with_optimizer
@@ -327,6 +338,7 @@ def _load_full(
     strict: bool,
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None,
     weights_only: bool | None,
+    go_on: Callable[[], None],
 ) -> Any:
     path, content = folder / name, folder / f"{USER_CONTENT}_{name}"
     if not path.is_file():
@@ -344,5 +356,7 @@ def _load_full(
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
     saved = translate(dict(saved)) if translate else saved
     values = {key: value for key, value in saved.items() if key != PARTIAL_KEY}
-    load_model(model, StateReader(path, values), strict, prefix="")
+    reader = StateReader(path, values)
+    reader.go_on = go_on
+    load_model(model, reader, strict, prefix="")
     return user_content

@@ -92,6 +92,11 @@ def save_checkpoint(
         UsageError: there is no model, the tag is no file name, or ranks gave different tags.
     """
     files.check_tag(tag)
+    if tag.endswith(files.PARTIAL):
+        raise UsageError(
+            f"{tag!r} cannot be the tag of a new checkpoint: smpkit adds `{files.PARTIAL}` itself",
+            hint=f"save as {tag.removesuffix(files.PARTIAL)!r}",
+        )
     kept: Any = num_kept_partial_checkpoints
     if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
         raise UsageError(f"num_kept_partial_checkpoints is {kept!r}", hint="use a whole number of at least 1, or None")

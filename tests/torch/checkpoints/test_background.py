@@ -24,6 +24,7 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import folder as folder_module
+from smpkit.torch.checkpoints import reader as reader_module
 from smpkit.torch.checkpoints import whole as whole_module
 from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
@@ -237,6 +238,13 @@ def test_nor_has_a_resume(tmp_path: Path) -> None:
         smp.resume_from_checkpoint(tmp_path, "one")
     with slow(zipfile.ZipExtFile, "read"):
         smp.resume_from_checkpoint(tmp_path, "whole", partial=False)
+    smp.save_pretrained(tmp_path / "hub")
+    with slow(reader_module, "view_of"):
+        smp.resume_from_checkpoint(tmp_path, "one")
+    with slow(reader_module, "view_of"):
+        smp.resume_from_checkpoint(tmp_path, "whole", partial=False)
+    with slow(reader_module, "view_of"):
+        smp.load_pretrained(tmp_path / "hub")
 
 
 def lose_a_rank(folder: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -165,6 +166,114 @@ def test_a_checkpoint_without_optimizer_state_warns(tmp_path: Path) -> None:
         assert resume_from_checkpoint(tmp_path) == {}
 
 
+def test_states_that_find_no_optimizer_are_told(tmp_path: Path) -> None:
+    train(*make())
+    save_checkpoint(tmp_path, "one")
+    smp.shutdown()
+    smp.init()
+    smp.DistributedModel(plain())
+    resume_from_checkpoint(tmp_path, load_optimizer=False)
+    with pytest.warns(UserWarning, match="`one_partial` has an optimizer's states, but none is wrapped yet"):
+        resume_from_checkpoint(tmp_path)
+
+
+def test_what_is_left_out_without_strict_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make()
+    save_checkpoint(tmp_path, "one")
+    smp.shutdown()
+    smp.init()
+    smp.DistributedModel(nn.Sequential(plain()[0], nn.Identity(), plain()[1]))
+    with caplog.at_level("INFO"):
+        resume_from_checkpoint(tmp_path, strict=False, load_optimizer=False)
+    assert "(strict=False): missing `2.bias`, `2.weight`, unexpected `1.bias`, `1.weight`." in caplog.text
+
+
+class Tied(nn.Module):
+    """Two layers, whose weights may be one."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.two.weight = self.one.weight
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.two(self.one(values))
+        return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_tied_or_untied_since_are_named(tied: bool, tmp_path: Path) -> None:
+    smp.init()
+    smp.DistributedModel(Tied(tied=not tied))
+    save_checkpoint(tmp_path, "one")
+    save_checkpoint(tmp_path, "whole", partial=False)
+    smp.save_pretrained(tmp_path / "hub")
+    smp.shutdown()
+    smp.init()
+    smp.DistributedModel(Tied(tied=tied))
+    counts = "one weight here, two there" if tied else "one weight there, two here"
+    with pytest.raises(CheckpointError, match=f"another model: `one.weight` and `two.weight` are {counts}"):
+        resume_from_checkpoint(tmp_path, "one")
+    resume_from_checkpoint(tmp_path, "one", strict=False)
+    # Without states, only what has become one can lose something.
+    with pytest.raises(CheckpointError, match=counts) if tied else contextlib.nullcontext():
+        resume_from_checkpoint(tmp_path, "whole", partial=False)
+    with pytest.raises(CheckpointError, match=counts if tied else "missing `two.weight`"):
+        smp.load_pretrained(tmp_path / "hub")
+
+
+class Counting(nn.Linear):
+    """Has a state beside its tensors, as Transformer Engine's layers have."""
+
+    calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(values)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@smp.step
+def step(model: Any, values: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(values).sum()
+    model.backward(loss)
+    return loss
+
+
+def train_over_two_ranks(path: str) -> list[int]:
+    """Save after two steps; resume, change the learning rate as scripts do, and take one more."""
+    config = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 1}
+    for is_resumed in (False, True):
+        smp.init(config)
+        layers = nn.Sequential(Counting(2, 2), Counting(2, 2))
+        smp.set_partition(layers[0], 0)
+        model = smp.DistributedModel(layers)
+        optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+        if is_resumed:
+            resume_from_checkpoint(path)
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
+        for _ in range(1 if is_resumed else 2):
+            optimizer.zero_grad()
+            step(model, torch.ones(1, 2))
+            before = [each.detach().clone() for each in model.local_parameters()]
+            optimizer.step()
+        if not is_resumed:
+            save_checkpoint(path, "one")
+            smp.shutdown()
+    assert all(map(torch.equal, before, model.local_parameters())), "the first step took the rate that was saved"
+    return [layer.calls for layer in layers if isinstance(layer, Counting)]
+
+
+def test_a_pipeline_saves_what_its_ranks_run_and_keeps_settings_that_change_after_a_resume(tmp_path: Path) -> None:
+    assert run_ranks(train_over_two_ranks, 2, str(tmp_path)) == [[3, 2], [2, 3]]
+
+
 # --- which one --------------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +363,69 @@ def test_another_model_or_other_parameter_groups_are_named(tmp_path: Path) -> No
     smp.DistributedOptimizer(torch.optim.Adam(groups))
     with pytest.raises(CheckpointError, match="an optimizer with 1 parameter groups, this one has 4"):
         resume_from_checkpoint(tmp_path)
+
+
+def matrices_first(model: Any, order: int) -> torch.optim.Optimizer:
+    """Return an optimizer that decays matrices only, with its groups in one order or, with -1, the other."""
+    parts = [[each for each in model.parameters() if (each.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
+    return torch.optim.AdamW(groups[::order], lr=0.1)
+
+
+def test_parameters_in_other_groups_are_named_and_new_ones_may_be_in_any(tmp_path: Path) -> None:
+    smp.init()
+    layers = plain()
+    layers[0].requires_grad_(False)
+    model = smp.DistributedModel(layers)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    smp.DistributedOptimizer(torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}]))
+    save_checkpoint(tmp_path, "one")
+    smp.shutdown()
+    smp.init()
+    model = smp.DistributedModel(plain())
+    smp.DistributedOptimizer(matrices_first(model, -1))
+    with pytest.raises(CheckpointError, match=r"`1.bias` is in parameter group 0 here and in 1 there"):
+        resume_from_checkpoint(tmp_path)
+    smp.DistributedOptimizer(matrices_first(model, 1))
+    resume_from_checkpoint(tmp_path)
+
+
+class WithMore(torch.optim.SGD):
+    """Has more in its state dict than torch's optimizers, as timm's first Lookahead had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow_state": {}}
+
+
+def test_an_optimizer_whose_state_would_be_saved_in_part_is_named(tmp_path: Path) -> None:
+    smp.init()
+    model = smp.DistributedModel(plain())
+    smp.DistributedOptimizer(WithMore(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match=r"WithMore has not the layout of .* but `slow_state` too"):
+        save_checkpoint(tmp_path, "one")
+
+
+@pytest.mark.parametrize("tag", [" one", "one\n", "on\x1be", "one_partial", "a/b", ".one", "newest"])
+def test_a_tag_that_would_not_be_found_again_is_refused(tag: str, tmp_path: Path) -> None:
+    make()
+    with pytest.raises(UsageError, match="cannot be the tag of a "):
+        save_checkpoint(tmp_path, tag)
+    assert not files(tmp_path)
+
+
+def test_a_save_that_another_job_cleans_up_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make()
+    next_order = checkpoint_files.next_order
+
+    def meanwhile(path: Path) -> int:
+        [written] = path.glob(".*.tmp/model_*")
+        written.unlink()
+        return next_order(path)
+
+    monkeypatch.setattr(checkpoint_files, "next_order", meanwhile)
+    with pytest.raises(CheckpointError, match=r"model_0_0_0.safetensors is missing: does another job save to"):
+        save_checkpoint(tmp_path, "one")
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_user_content_that_resuming_would_refuse_is_named_when_it_is_saved(

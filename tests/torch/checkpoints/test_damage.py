@@ -20,6 +20,8 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import folder as folder_module
+from smpkit.torch.checkpoints import reader as reader_module
+from smpkit.torch.checkpoints.reader import read_whole
 from tests.torch.checkpoints.two_layers import make, plain, train
 from tests.torch.steps import on_ranks
 
@@ -240,9 +242,36 @@ def test_a_full_checkpoint_carries_checksums_too(saved: Path) -> None:
     with zipfile.ZipFile(saved / "whole") as archive:
         member = max(archive.infolist(), key=lambda each: each.file_size)
     flip(saved / "whole", member.header_offset + member.file_size)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* `whole`: rank 0: .* has not the CRC-32"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* `whole`: rank 0: .* is damaged: Bad CRC-32"):
         resume_from_checkpoint(saved, partial=False)
     resume_from_checkpoint(saved, partial=False, verify_checksums=False)
+
+
+def test_content_beside_a_full_checkpoint_is_compared_too(tmp_path: Path) -> None:
+    make()
+    save_checkpoint(tmp_path, "whole", partial=False, user_content={"noise": torch.ones(50)})
+    path = tmp_path / "user_content_whole"
+    flip(path, path.read_bytes().index(b"\0\0\x80\x3f" * 50))  # ones
+    with pytest.raises(CheckpointError, match=r"user_content_whole is damaged: Bad CRC-32"):
+        resume_from_checkpoint(tmp_path, partial=False)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_mixed(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that evaluates may read what a job that trains replaces."""
+    read = reader_module.Reader.read
+
+    def replaced(self: Any, *args: Any) -> None:
+        read(self, *args)
+        shutil.copytree(saved / "one_partial", saved / "new")
+        shutil.rmtree(saved / "two_partial")
+        (saved / "new").rename(saved / "two_partial")
+
+    monkeypatch.setattr(reader_module.Reader, "read", replaced)
+    reader = smp.CheckpointReader(saved / "two_partial")
+    with pytest.raises(CheckpointError, match=r"another save replaced .*two_partial while it was read"):
+        read_whole(reader, "model.0.weight")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

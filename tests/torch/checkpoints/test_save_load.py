@@ -82,6 +82,17 @@ def test_a_damaged_file_is_a_checkpoint_error(content: bytes, tmp_path: Path) ->
         load(tmp_path / "f")
 
 
+def test_a_flipped_bit_of_what_is_read_is_a_checkpoint_error(tmp_path: Path) -> None:
+    smp.init()
+    save({"x": torch.ones(50)}, tmp_path / "f")
+    data = bytearray((tmp_path / "f_0").read_bytes())
+    data[data.index(b"\0\0\x80\x3f" * 50) + 3] ^= 0x40
+    (tmp_path / "f_0").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"f_0 is damaged: Bad CRC-32"):
+        load(tmp_path / "f")
+    assert load(tmp_path / "f", pickle_load_args={"mmap": True})["x"].numel() == 50  # reads what is used
+
+
 def test_an_object_that_needs_code_is_refused_until_the_caller_trusts_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
