@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,6 +85,23 @@ def test_all_ranks_use_the_arguments_of_rank_0(row: str) -> None:
 def test_tensor_parallel_ranks_compare_what_the_first_ranks_of_their_pipelines_pass() -> None:
     way = Way(pipeline=2, replicas=2, tensor=2, microbatches=2)
     same(Case(model, ByRank("empty tensors"), any_step), way, like=Way(replicas=2, microbatches=2))
+
+
+def drawing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Use what is drawn on the first rank and on the last, as GANs do with the class that they ask for."""
+    scale = random.random() + np.random.random()
+    return mse_step(model, scale * x, scale * y)
+
+
+def seeded_by_rank(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    random.seed(smp.pp_rank())
+    np.random.seed(smp.pp_rank())
+    return vectors(size, generator)
+
+
+def test_all_ranks_draw_in_a_step_what_rank_0_draws() -> None:
+    # The first layer got other numbers than the loss, without a word.
+    same(Case(model, seeded_by_rank, drawing_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
 
 
 # --- what a rank lacks ------------------------------------------------------------------------------------------------

@@ -449,6 +449,13 @@ class Between(Centring):
         return super().forward(self.second(self.first(x)))
 
 
+class Bypassing(Between):
+    """Calls a layer's forward in place of the layer."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first.forward(x))
+
+
 def noting(**more: Any) -> Any:
     return begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more)
 
@@ -472,6 +479,11 @@ def leaving_and_reading() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a loss kept as an attribute": (noting, noted_step, "return it from the module's forward"),
+    "a layer's forward": (
+        lambda: begin(*(layers := [nn.Linear(WIDTH, WIDTH), block()]), around=Bypassing(*layers)),
+        mse_step,
+        "computed from weights, as by `layer.forward(x)`",
+    ),
     "a gradient penalty": (noting, gradient_step, "take others inside a torch.nn.Module"),
     "a result on one rank only": (noting, returning_step, "returned other things from the step"),
     # It trained, though `smpkit plan` showed no backward.

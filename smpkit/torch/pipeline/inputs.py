@@ -8,15 +8,20 @@ The arguments travel from rank to rank, since each needs them later than the one
 data of their tensors in one block. On all ranks, pp_rank 0 included, the tensors are dense and in the memory order of
 those of pp_rank 0: results of calls depend on strides, and a rank that took `batch[:, :-1]` for another kind of
 argument than the others would wait for them for ever.
+
+Python's and numpy's generators of pp_rank 0 travel along: a step may draw labels for the first layer and for the loss
+(as a GAN with classes does), which lie on different ranks, and scripts seldom seed these generators.
 """
 
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -78,7 +83,7 @@ class Inputs:
             for tensor, spec in zip(tensors, specs, strict=True)
         ]
         try:
-            description = pickled((call, specs, structure))
+            description = pickled((call, random.getstate(), np.random.get_state(), specs, structure))
         except Exception as error:  # whatever a class of the user raises
             raise UsageError(
                 f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {error}",
@@ -95,7 +100,7 @@ class Inputs:
     def _receive(self, call: str, own: Any) -> Any:
         source = self._rank - 1
         description = self._hosts.receive_object(source, _WHAT, Tag.INPUTS)
-        theirs, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
+        theirs, python, numpy, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
         data = self._hosts.receive_bytes(packed_bytes(specs), source, Tag.INPUT_DATA, _WHAT)
         self._relay(description, data)
         if theirs != call:
@@ -103,6 +108,8 @@ class Inputs:
                 f"pipeline rank {self._rank} called {call}, and pipeline rank 0 {theirs}",
                 hint="all ranks of a pipeline call the same steps in the same order and mode",
             )
+        random.setstate(python)
+        np.random.set_state(numpy)
         parts = unpack(devices.to_device(data, self._device), specs)
         arrived = [to_layout(part, spec.order) for part, spec in zip(parts, specs, strict=True)]
         if self._comparisons_left:
