@@ -19,7 +19,7 @@ from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, vectors
 from tests.models_of_others import EAGER, GROUPED, causal
 from tests.ranks import run_ranks
-from tests.torch.steps import in_a_row, on_ranks
+from tests.torch.steps import error_of, in_a_row, on_ranks
 from tests.train import Way, run, same
 from tests.transparency.test_pipeline_gate import dealt, placed_by, record
 
@@ -533,6 +533,27 @@ def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks(take_step, 2, name)
     assert REFUSED[name][2] in str(caught.value)
+
+
+@on_ranks(2)
+def test_gradients_are_not_for_the_code_inside_a_step() -> None:
+    # A step that did all of a loop's body trained nothing, without a word.
+    model = noting()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    calls: dict[str, Callable[[], object]] = {
+        "optimizer.zero_grad": optimizer.zero_grad,
+        "model.zero_grad": model.zero_grad,
+        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "optimizer.step": optimizer.step,
+    }
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> None:
+        model.backward(model(x).sum())
+        for name, call in calls.items():
+            assert f"{name} was called inside a step" in error_of(call)
+
+    step(model, torch.ones(4, WIDTH))
 
 
 def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:

@@ -109,6 +109,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     Returns:
         A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
     """
+    state.refuse_inside_step("clip_grad_norm_")
     pairs = list(gradients)
     locals_ = [local_tensor_of(gradient) for parameter, gradient in pairs if placement_of(parameter).is_counted_here]
     norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
