@@ -48,7 +48,7 @@ def any_step(model: Any, inputs: Any, y: Any = None, recipe: Any = None) -> Tens
         inputs, y = inputs.x, inputs.y
     elif isinstance(inputs, dict):
         inputs, y = inputs["x"], inputs["more"][0]
-    loss = functional.mse_loss(model(inputs), y) * (1.0 if recipe is None else recipe.scale)
+    loss = functional.mse_loss(model(inputs), y) * (1.0 if recipe is None else getattr(recipe, "scale", recipe))
     model.backward(loss)
     return loss
 
@@ -68,6 +68,8 @@ class ByRank:
             "a dict with other keys": (({"x": x, "more": [y, {"note": "a"}]},), ({"z": 1},)),
             "a tensor given twice": ((x, x), (x, y)),
             "a class": ((Sample(x, y), None, Recipe()), (None, 3, Recipe())),
+            # CutMix makes such a number of what it has drawn, on each rank another one.
+            "a number of numpy's": ((x, y, np.float64(2.0)), (x, y, np.float64(3.0))),
             "another memory order": ((x.t().contiguous().t(), y), (x, y)),
         }
         return rows[self.row][min(smp.pp_rank(), 1)]
@@ -77,7 +79,7 @@ ROWS = ("empty tensors", "other shapes and dtypes", "None", "a dict with other k
 ONE_RANK = Way(microbatches=2, batches=(8, 4, 8))
 
 
-@pytest.mark.parametrize("row", [*ROWS, "another memory order"])
+@pytest.mark.parametrize("row", [*ROWS, "a number of numpy's", "another memory order"])
 def test_all_ranks_use_the_arguments_of_rank_0(row: str) -> None:
     same(Case(model, ByRank(row), any_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
 

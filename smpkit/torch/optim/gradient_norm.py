@@ -219,6 +219,7 @@ def clip_whole_models_with_torch() -> None:
     if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None:
         state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
         state.reset_hooks.append(_replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
+        state.reset_hooks.append(_replace_in_torch("_group_tensors_by_device_and_dtype", _group_tensors))
 
 
 def _total_norm(
@@ -237,6 +238,12 @@ def _total_norm(
     if error_if_nonfinite:
         _check_finite(norm)
     return norm
+
+
+def _group_tensors(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any) -> Any:
+    if not any(lists):  # only `clip_grad_value_` comes here without any gradient: it would clip nothing
+        state.refuse_inside_step("clip_grad_value_")
+    return original(lists, *args)
 
 
 def _clip_grads_with_norm(

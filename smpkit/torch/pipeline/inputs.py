@@ -1,8 +1,8 @@
 """Give every rank of a pipeline the arguments of pp_rank 0, as SMP v1 did.
 
 Scripts give the other ranks the same batch, a dummy of another shape, an empty tensor or None, so what those pass says
-nothing about what they need. Containers, plain values (numbers, strings, None) and tensors are those of pp_rank 0.
-Anything else, such as the model or an optimizer, belongs to one process, so each rank uses its own.
+nothing about what they need. Containers, plain values (numbers, strings, None, numpy's arrays) and tensors are those of
+pp_rank 0. Anything else, such as the model or an optimizer, belongs to one process, so each rank uses its own.
 
 The arguments travel from rank to rank, since each needs them later than the one before: their description, then the
 data of their tensors in one block. On all ranks, pp_rank 0 included, the tensors are dense and in the memory order of
@@ -179,7 +179,7 @@ def _taken_apart(arguments: Any) -> tuple[Structure, list[torch.Tensor], list[Te
 
 
 def _without_own_object(leaf: Any) -> Any:
-    is_sent = isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
+    is_sent = isinstance(leaf, torch.Tensor | np.ndarray | np.generic) and not isinstance(leaf, nn.Parameter)
     return leaf if is_sent or type(leaf) in _PLAIN_TYPES else _OwnObject(_name(type(leaf)))
 
 
