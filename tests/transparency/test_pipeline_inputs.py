@@ -106,6 +106,26 @@ def test_all_ranks_draw_in_a_step_what_rank_0_draws() -> None:
     same(Case(model, seeded_by_rank, drawing_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
 
 
+@smp.step
+def noise_step(model: Any, x: Tensor) -> Tensor:
+    """Use noise on the first rank and on the last, as diffusion models and masked autoencoders do."""
+    noise = torch.randn_like(x)
+    return functional.mse_loss(model(x + noise), noise)
+
+
+def evaluate(way: Way) -> Tensor:
+    with training(CASE, way) as trained, torch.no_grad():
+        torch.manual_seed(smp.pp_rank())
+        trained.model.eval()
+        return noise_step(trained.model, batch(CASE, 0, 8)[0]).stack()
+
+
+def test_all_ranks_draw_in_an_evaluation_what_rank_0_draws() -> None:
+    # The loss compared one noise with another.
+    expected, first, second = *run_ranks(evaluate, 1, ONE_RANK), *run_ranks(evaluate, 2, replace(ONE_RANK, pipeline=2))
+    torch.testing.assert_close([first, second], [expected, expected])
+
+
 # --- what a rank lacks ------------------------------------------------------------------------------------------------
 
 CASE = Case(model, vectors, any_step)

@@ -9,8 +9,9 @@ data of their tensors in one block. On all ranks, pp_rank 0 included, the tensor
 those of pp_rank 0: results of calls depend on strides, and a rank that took `batch[:, :-1]` for another kind of
 argument than the others would wait for them for ever.
 
-Python's and numpy's generators of pp_rank 0 travel along: a step may draw labels for the first layer and for the loss
-(as a GAN with classes does), which lie on different ranks, and scripts seldom seed these generators.
+The states of pp_rank 0's generators travel along, Python's, numpy's and torch's: a step may draw labels for the first
+layer and for the loss, as a GAN with classes does, or shuffle patches and put them back, as a masked autoencoder does.
+Those lie on different ranks, and scripts seed ranks differently, or not at all.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Inputs:
 
     def __init__(self, hosts: HostLink) -> None:
         self._hosts, self._rank, self._device = hosts, state.pp_rank, state.device
+        own = [devices.default_generator(self._device)] if devices.is_asynchronous(self._device) else []
+        self._generators = [torch.default_generator, *own]
         # One rank of the job says that its inputs differ: where data is sharded wrongly, it is so everywhere.
         reports = (self._rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
         self._comparisons_left = _COMPARED_CALLS if reports else 0
@@ -83,7 +86,7 @@ class Inputs:
             for tensor, spec in zip(tensors, specs, strict=True)
         ]
         try:
-            description = pickled((call, random.getstate(), np.random.get_state(), specs, structure))
+            description = pickled((call, self._dice(), specs, structure))
         except Exception as error:  # whatever a class of the user raises
             raise UsageError(
                 f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {error}",
@@ -100,7 +103,7 @@ class Inputs:
     def _receive(self, call: str, own: Any) -> Any:
         source = self._rank - 1
         description = self._hosts.receive_object(source, _WHAT, Tag.INPUTS)
-        theirs, python, numpy, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
+        theirs, dice, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
         data = self._hosts.receive_bytes(packed_bytes(specs), source, Tag.INPUT_DATA, _WHAT)
         self._relay(description, data)
         if theirs != call:
@@ -108,13 +111,26 @@ class Inputs:
                 f"pipeline rank {self._rank} called {call}, and pipeline rank 0 {theirs}",
                 hint="all ranks of a pipeline call the same steps in the same order and mode",
             )
-        random.setstate(python)
-        np.random.set_state(numpy)
+        self._set_dice(*dice)
         parts = unpack(devices.to_device(data, self._device), specs)
         arrived = [to_layout(part, spec.order) for part, spec in zip(parts, specs, strict=True)]
         if self._comparisons_left:
             self._compare(call, own, specs, arrived)
         return self._with_own_objects(structure.fill(arrived), own, call, ())
+
+    def _dice(self) -> tuple[Any, Any, list[bytes]]:
+        """Return the states of the generators that code between layers may draw from."""
+        return (
+            random.getstate(),
+            np.random.get_state(),
+            [each.get_state().numpy().tobytes() for each in self._generators],
+        )
+
+    def _set_dice(self, python: Any, numpy: Any, generators: Sequence[bytes]) -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, data in zip(self._generators, generators, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _with_own_objects(self, theirs: Any, own: Any, call: str, path: tuple[Any, ...]) -> Any:
         """Return a part of the arguments of pp_rank 0 with the objects that this rank has itself.
