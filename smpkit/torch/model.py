@@ -262,6 +262,11 @@ class DistributedModel(ModelParts):
         share = 1.0 / run.num_microbatches if run is not None and self.average_grads_across_microbatches else 1.0
         self.engine.backward(roots, grads, state.loss_scale * share)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the parameters' gradients; see `torch.nn.Module.zero_grad`."""
+        state.refuse_inside_step("model.zero_grad")
+        super().zero_grad(set_to_none)
+
     # --- the life of a step ------------------------------------------------------------------------------------
 
     def step_inputs(

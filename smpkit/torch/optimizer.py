@@ -145,6 +145,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a closure with `fp16` or `bf16`, or no backward has run yet after passes for training.
         """
+        state.refuse_inside_step("optimizer.step")
         if state.model is not None:
             state.model.check_update(self._model_parameters())
             end_accumulation()
@@ -202,6 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 `set_grads_to_none`.
             options: further arguments of the optimizer inside.
         """
+        state.refuse_inside_step("optimizer.zero_grad")
         for name in _NAMES_OF_SET_TO_NONE:
             set_to_none = options.pop(name, set_to_none)
         method = self.optimizer.zero_grad

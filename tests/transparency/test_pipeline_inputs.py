@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,7 +48,7 @@ def any_step(model: Any, inputs: Any, y: Any = None, recipe: Any = None) -> Tens
         inputs, y = inputs.x, inputs.y
     elif isinstance(inputs, dict):
         inputs, y = inputs["x"], inputs["more"][0]
-    loss = functional.mse_loss(model(inputs), y) * (1.0 if recipe is None else recipe.scale)
+    loss = functional.mse_loss(model(inputs), y) * (1.0 if recipe is None else getattr(recipe, "scale", recipe))
     model.backward(loss)
     return loss
 
@@ -66,6 +68,8 @@ class ByRank:
             "a dict with other keys": (({"x": x, "more": [y, {"note": "a"}]},), ({"z": 1},)),
             "a tensor given twice": ((x, x), (x, y)),
             "a class": ((Sample(x, y), None, Recipe()), (None, 3, Recipe())),
+            # CutMix makes such a number of what it has drawn, on each rank another one.
+            "a number of numpy's": ((x, y, np.float64(2.0)), (x, y, np.float64(3.0))),
             "another memory order": ((x.t().contiguous().t(), y), (x, y)),
         }
         return rows[self.row][min(smp.pp_rank(), 1)]
@@ -75,7 +79,7 @@ ROWS = ("empty tensors", "other shapes and dtypes", "None", "a dict with other k
 ONE_RANK = Way(microbatches=2, batches=(8, 4, 8))
 
 
-@pytest.mark.parametrize("row", [*ROWS, "another memory order"])
+@pytest.mark.parametrize("row", [*ROWS, "a number of numpy's", "another memory order"])
 def test_all_ranks_use_the_arguments_of_rank_0(row: str) -> None:
     same(Case(model, ByRank(row), any_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
 
@@ -83,6 +87,43 @@ def test_all_ranks_use_the_arguments_of_rank_0(row: str) -> None:
 def test_tensor_parallel_ranks_compare_what_the_first_ranks_of_their_pipelines_pass() -> None:
     way = Way(pipeline=2, replicas=2, tensor=2, microbatches=2)
     same(Case(model, ByRank("empty tensors"), any_step), way, like=Way(replicas=2, microbatches=2))
+
+
+def drawing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Use what is drawn on the first rank and on the last, as GANs do with the class that they ask for."""
+    scale = random.random() + np.random.random()
+    return mse_step(model, scale * x, scale * y)
+
+
+def seeded_by_rank(size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    random.seed(smp.pp_rank())
+    np.random.seed(smp.pp_rank())
+    return vectors(size, generator)
+
+
+def test_all_ranks_draw_in_a_step_what_rank_0_draws() -> None:
+    # The first layer got other numbers than the loss, without a word.
+    same(Case(model, seeded_by_rank, drawing_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
+
+
+@smp.step
+def noise_step(model: Any, x: Tensor) -> Tensor:
+    """Use noise on the first rank and on the last, as diffusion models and masked autoencoders do."""
+    noise = torch.randn_like(x)
+    return functional.mse_loss(model(x + noise), noise)
+
+
+def evaluate(way: Way) -> Tensor:
+    with training(CASE, way) as trained, torch.no_grad():
+        torch.manual_seed(smp.pp_rank())
+        trained.model.eval()
+        return noise_step(trained.model, batch(CASE, 0, 8)[0]).stack()
+
+
+def test_all_ranks_draw_in_an_evaluation_what_rank_0_draws() -> None:
+    # The loss compared one noise with another.
+    expected = run_ranks(evaluate, 1, ONE_RANK) * 2
+    torch.testing.assert_close(run_ranks(evaluate, 2, replace(ONE_RANK, pipeline=2)), expected)
 
 
 # --- what a rank lacks ------------------------------------------------------------------------------------------------

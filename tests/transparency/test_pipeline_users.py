@@ -19,7 +19,7 @@ from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, vectors
 from tests.models_of_others import EAGER, GROUPED, causal
 from tests.ranks import run_ranks
-from tests.torch.steps import in_a_row, on_ranks
+from tests.torch.steps import error_of, in_a_row, on_ranks
 from tests.train import Way, run, same
 from tests.transparency.test_pipeline_gate import dealt, placed_by, record
 
@@ -449,6 +449,13 @@ class Between(Centring):
         return super().forward(self.second(self.first(x)))
 
 
+class Bypassing(Between):
+    """Calls a layer's forward in place of the layer."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first.forward(x))
+
+
 def noting(**more: Any) -> Any:
     return begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more)
 
@@ -472,6 +479,11 @@ def leaving_and_reading() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a loss kept as an attribute": (noting, noted_step, "return it from the module's forward"),
+    "a layer's forward": (
+        lambda: begin(*(layers := [nn.Linear(WIDTH, WIDTH), block()]), around=Bypassing(*layers)),
+        mse_step,
+        "computed from weights, as by `layer.forward(x)`",
+    ),
     "a gradient penalty": (noting, gradient_step, "take others inside a torch.nn.Module"),
     "a result on one rank only": (noting, returning_step, "returned other things from the step"),
     # It trained, though `smpkit plan` showed no backward.
@@ -521,6 +533,29 @@ def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks(take_step, 2, name)
     assert REFUSED[name][2] in str(caught.value)
+
+
+@on_ranks(2)
+def test_gradients_are_not_for_the_code_inside_a_step() -> None:
+    # A step that did all of a loop's body trained nothing, without a word.
+    model = noting()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    calls: dict[str, Callable[[], object]] = {
+        "optimizer.zero_grad": optimizer.zero_grad,
+        "model.zero_grad": model.zero_grad,
+        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "clip_grad_value_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "optimizer.step": optimizer.step,
+    }
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> None:
+        model.backward(model(x).sum())
+        for name, call in calls.items():
+            assert f"{name} was called inside a step" in error_of(call)
+        calls.clear()  # later microbatches find gradients of this one
+
+    step(model, torch.ones(4, WIDTH))
 
 
 def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:

@@ -199,6 +199,18 @@ class State(Place):
         self.rank  # noqa: B018 - raises before `smp.init()`
         return devices.current_device()
 
+    def refuse_inside_step(self, call: str) -> None:
+        """Raise if a step over a pipeline runs: its backwards run later than its code, so gradients are not there yet.
+
+        Args:
+            call: what was called, which uses or clears gradients.
+        """
+        if self.step is not None and self.pp_size > 1 and not self.tracing:
+            raise UsageError(
+                f"{call} was called inside a step, whose backwards run later over a pipeline: the schedule says when",
+                hint="call it before the step or after it, when the gradients are those of all microbatches",
+            )
+
     def group(self, kind: CommGroup) -> list[int]:
         """Return the global ranks of this rank's group of a kind, ascending."""
         return list(self.groups[kind])

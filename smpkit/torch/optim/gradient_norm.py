@@ -117,6 +117,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     Returns:
         A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
     """
+    state.refuse_inside_step("clip_grad_norm_")
     pairs = list(gradients)
     locals_ = [local_tensor_of(gradient) for parameter, gradient in pairs if placement_of(parameter).is_counted_here]
     norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
@@ -234,8 +235,7 @@ def clip_whole_models_with_torch(*, accumulates: bool) -> None:
     if group_of_all_gradients().size() > 1 or half_dtype(state.cfg) is not None or accumulates:
         state.reset_hooks.append(_replace_in_torch("_get_total_norm", _total_norm))
         state.reset_hooks.append(_replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm))
-    if half_dtype(state.cfg) is torch.float16:
-        state.reset_hooks.append(_replace_in_torch("_group_tensors_by_device_and_dtype", _group_unscaled))
+        state.reset_hooks.append(_replace_in_torch("_group_tensors_by_device_and_dtype", _group_gradients))
 
 
 def _total_norm(
@@ -276,12 +276,14 @@ def _clip_grads_with_norm(
         original(known, max_norm, total_norm, foreach)
 
 
-def _group_unscaled(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-    # `clip_grad_value_` comes here with the gradients of the model: clip those without the scale in their place.
-    own = _parameters_by_gradient()
-    if any(id(each) in own for each in lists[0]):
-        unscaled = {id(each.grad): gradient for each, gradient in gradients_of(own.values())}
-        lists = [[unscaled.get(id(each), each) for each in lists[0]]]
+def _group_gradients(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    if not any(lists):  # only `clip_grad_value_` comes here without any gradient: it would clip nothing
+        state.refuse_inside_step("clip_grad_value_")
+    known = _parameters_by_gradient()
+    own = [known[id(each)] for each in lists[0] if id(each) in known]
+    if own:  # gradients of the model, from `clip_grad_value_`: clip what the optimizer will use, without a loss scale
+        used = {id(each): gradient for each, gradient in gradients_of(own)}
+        lists = [[used.get(id(known.get(id(each))), each) for each in lists[0]]]
     return original(lists, *args, **kwargs)
 
 

@@ -371,9 +371,9 @@ def _refuse_kept_tensors(before: dict[tuple[str, str], tuple[torch.Tensor, int]]
         if value is not known or version != known_version:
             stage.failed_alone = True
             raise UsageError(
-                f"`{name}.{key}`, a tensor that is neither a weight nor a buffer, changed in a microbatch that visits"
-                f" pipeline rank {stage.rank} {microbatch.num_own_segments} times: other microbatches run in between,"
-                " and would see it",
+                f"`{name or 'model'}.{key}`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
+                f" that visits pipeline rank {stage.rank} {microbatch.num_own_segments} times: other microbatches run"
+                " in between, and would see it",
                 hint="hand it on as an argument and a result of the forward, or put the calls between which it stays"
                 " into one module on one rank (smp.set_partition); let a table that never changes be a buffer",
             )

@@ -1,22 +1,28 @@
 """Give every rank of a pipeline the arguments of pp_rank 0, as SMP v1 did.
 
 Scripts give the other ranks the same batch, a dummy of another shape, an empty tensor or None, so what those pass says
-nothing about what they need. Containers, plain values (numbers, strings, None) and tensors are those of pp_rank 0.
-Anything else, such as the model or an optimizer, belongs to one process, so each rank uses its own.
+nothing about what they need. Containers, plain values (numbers, strings, None, numpy's arrays) and tensors are those of
+pp_rank 0. Anything else, such as the model or an optimizer, belongs to one process, so each rank uses its own.
 
 The arguments travel from rank to rank, since each needs them later than the one before: their description, then the
 data of their tensors in one block. On all ranks, pp_rank 0 included, the tensors are dense and in the memory order of
 those of pp_rank 0: results of calls depend on strides, and a rank that took `batch[:, :-1]` for another kind of
 argument than the others would wait for them for ever.
+
+The states of pp_rank 0's generators travel along, Python's, numpy's and torch's: a step may draw labels for the first
+layer and for the loss, as a GAN with classes does, or shuffle patches and put them back, as a masked autoencoder does.
+Those lie on different ranks, and scripts seed ranks differently, or not at all.
 """
 
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -58,6 +64,8 @@ class Inputs:
 
     def __init__(self, hosts: HostLink) -> None:
         self._hosts, self._rank, self._device = hosts, state.pp_rank, state.device
+        own = [devices.default_generator(self._device)] if devices.is_asynchronous(self._device) else []
+        self._generators = [torch.default_generator, *own]
         # One rank of the job says that its inputs differ: where data is sharded wrongly, it is so everywhere.
         reports = (self._rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
         self._comparisons_left = _COMPARED_CALLS if reports else 0
@@ -78,7 +86,7 @@ class Inputs:
             for tensor, spec in zip(tensors, specs, strict=True)
         ]
         try:
-            description = pickled((call, specs, structure))
+            description = pickled((call, self._dice(), specs, structure))
         except Exception as error:  # whatever a class of the user raises
             raise UsageError(
                 f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {error}",
@@ -95,7 +103,7 @@ class Inputs:
     def _receive(self, call: str, own: Any) -> Any:
         source = self._rank - 1
         description = self._hosts.receive_object(source, _WHAT, Tag.INPUTS)
-        theirs, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
+        theirs, dice, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
         data = self._hosts.receive_bytes(packed_bytes(specs), source, Tag.INPUT_DATA, _WHAT)
         self._relay(description, data)
         if theirs != call:
@@ -103,11 +111,26 @@ class Inputs:
                 f"pipeline rank {self._rank} called {call}, and pipeline rank 0 {theirs}",
                 hint="all ranks of a pipeline call the same steps in the same order and mode",
             )
+        self._set_dice(*dice)
         parts = unpack(devices.to_device(data, self._device), specs)
         arrived = [to_layout(part, spec.order) for part, spec in zip(parts, specs, strict=True)]
         if self._comparisons_left:
             self._compare(call, own, specs, arrived)
         return self._with_own_objects(structure.fill(arrived), own, call, ())
+
+    def _dice(self) -> tuple[Any, Any, list[bytes]]:
+        """Return the states of the generators that code between layers may draw from."""
+        return (
+            random.getstate(),
+            np.random.get_state(),
+            [each.get_state().numpy().tobytes() for each in self._generators],
+        )
+
+    def _set_dice(self, python: Any, numpy: Any, generators: Sequence[bytes]) -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, data in zip(self._generators, generators, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _with_own_objects(self, theirs: Any, own: Any, call: str, path: tuple[Any, ...]) -> Any:
         """Return a part of the arguments of pp_rank 0 with the objects that this rank has itself.
@@ -172,7 +195,7 @@ def _taken_apart(arguments: Any) -> tuple[Structure, list[torch.Tensor], list[Te
 
 
 def _without_own_object(leaf: Any) -> Any:
-    is_sent = isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)
+    is_sent = isinstance(leaf, torch.Tensor | np.ndarray | np.generic) and not isinstance(leaf, nn.Parameter)
     return leaf if is_sent or type(leaf) in _PLAIN_TYPES else _OwnObject(_name(type(leaf)))
 
 

@@ -73,9 +73,10 @@ def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
     stage.failed_alone = True  # to a rank that holds none of these weights, it may look like any other tensor
     raise UsageError(
         f"a tensor of shape {list(tensor.shape)} was used between modules that not every pipeline rank has: a module"
-        " made it and kept it, as an attribute or in a list that a hook fills, or it was computed from weights",
-        hint="return it from the module's forward along with its result; compute with weights in the module that holds"
-        " them, or hand a weight itself to a layer, or to an operation beside a layer's output",
+        " made it and kept it, as an attribute or in a list that a hook fills, or it was computed from weights, as by"
+        " `layer.forward(x)`",
+        hint="return it from the module's forward along with its result; write `layer(x)`; compute with weights in the"
+        " module that holds them, or hand a weight itself to a layer, or to an operation beside a layer's output",
     )
 
 

@@ -253,14 +253,17 @@ _NEW_FROM_SHAPE: Final = frozenset(
 
 FROM_SHAPE: Final = SHAPE_FUNCTIONS | _NEW_FROM_SHAPE
 
-_INSIDE: Final = "do it inside a torch.nn.Module, where tensors are plain ones"
+_INSIDE: Final = (
+    "do it inside a torch.nn.Module that lies on one rank (smp.set_partition), where tensors are plain ones"
+)
 _REFUSED: Final[dict[Any, str]] = {
     # It would run on one rank, through what that rank holds, and the others would train on nothing.
     T.backward: "call `model.backward(loss)` instead, so that every rank runs its part",
     T.register_hook: _INSIDE,
     T.retain_grad: _INSIDE,
     T.untyped_storage: _INSIDE,
-    torch.autograd.grad: "gradients come with the step's backward; take others inside a torch.nn.Module",
+    torch.autograd.grad: "gradients come with the step's backward; take others inside a torch.nn.Module that lies on"
+    " one rank (smp.set_partition)",
     torch.autograd.backward: "call `model.backward(loss)` instead, so that every rank runs its part",
 }
 """Functions that concern the tensor itself and not its value, with a hint for each."""
