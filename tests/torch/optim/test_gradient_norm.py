@@ -144,7 +144,8 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
     assert other.grad.norm().item() == pytest.approx(1.0)
     optimizer.step()
     smp.shutdown()
-    assert (vars(torch_clip_grad), vars(nn.utils)) == before
+    after = vars(torch_clip_grad), vars(nn.utils)  # which has other modules, once they are imported
+    assert all(then.items() <= now.items() for then, now in zip(before, after, strict=True))
 
 
 @pytest.mark.usefixtures("world")
