@@ -22,10 +22,10 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 LINK = "SMPKIT_RANK_LINK"
 """Three descriptors: where the rank reports what it raised, where it writes its stack, and its life line."""
@@ -49,12 +49,7 @@ def main(program: Sequence[str], environ: MutableMapping[str, str]) -> None:
     os.set_inheritable(stack, False)  # a shell, and a script that starts itself anew with exec, keep the life line
     if program[0].endswith(".sh"):
         run_shell_script(program[0], program[1:])
-    debug = None
-    if "SMPKIT_PDB" in environ:
-        from smpkit_container.debugger import install  # pdb is half of what a rank's start takes
-
-        debug = install(environ)
-    run_script(program[0], program[1:], report, debug)
+    run_script(program[0], program[1:], report, _install_debugger(environ))
 
 
 def _die_with_launcher(life_line: int) -> None:
@@ -220,6 +215,61 @@ def _safe_text(error: BaseException) -> str:
         return str(error)
     except Exception:  # the script's own `__str__` may fail in any way, and must not hide the failure itself
         return ""
+
+
+# ---- its debugger ----------------------------------------------------------------------------------------------------
+# `SMPKIT_PDB=RANK:TERMINAL`, which `smpkit run --pdb` sets. The rank's own input and output are the launcher's, so the
+# debugger opens the terminal by its name. It comes where the script calls `breakpoint()`, and where an exception is
+# about to end the rank, before anybody hears of it: until then other ranks wait, as long as it takes, since `smp.init`
+# reads the variable, too.
+
+_AfterError = Callable[[BaseException], None]
+
+
+def _install_debugger(environ: Mapping[str, str]) -> _AfterError | None:
+    """Let `breakpoint()` open the debugger if this rank is the one, and do nothing on others.
+
+    Return what is to be called with an exception that nobody catches; None on other ranks.
+    """
+    rank, _, terminal = environ.get("SMPKIT_PDB", "").partition(":")
+    if not terminal:
+        return None
+    if environ.get("RANK", "0") != rank:
+        sys.breakpointhook = _pass
+        return None
+    screen = _open(terminal)
+    screen[1].write(f"\nbreakpoint() and errors of rank {rank} open the debugger here; the other ranks wait\n")
+    screen[1].flush()
+
+    def stop(*_: object, **__: object) -> None:
+        _debugger(screen, rank).set_trace(sys._getframe(1))
+
+    def after_error(error: BaseException) -> None:
+        if isinstance(error, (SystemExit, KeyboardInterrupt)) or error.__traceback__ is None:
+            return
+        screen[1].write(f"\nrank {rank}: {type(error).__name__}: {error}\n")
+        debugger = _debugger(screen, rank)
+        debugger.reset()
+        debugger.interaction(None, error.__traceback__)
+
+    sys.breakpointhook = stop
+    return after_error
+
+
+def _pass(*_: object, **__: object) -> None:
+    """Stand for the debugger on the other ranks, which have no terminal."""
+
+
+def _open(terminal: str) -> tuple[TextIO, TextIO]:
+    return open(terminal, encoding="utf-8"), open(terminal, "w", encoding="utf-8")  # noqa: PTH123 - it stays
+
+
+def _debugger(screen: tuple[TextIO, TextIO], rank: str) -> Any:
+    import pdb  # noqa: T100 - half of what a rank's start takes
+
+    debugger = pdb.Pdb(stdin=screen[0], stdout=screen[1], nosigint=True)
+    debugger.prompt = f"(Pdb rank {rank}) "
+    return debugger
 
 
 if __name__ == "__main__":

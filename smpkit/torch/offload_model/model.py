@@ -21,8 +21,15 @@ from smpkit.torch.core.tree import children
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine, sources
-from smpkit.torch.offload_model.microbatches import is_batched, join, split
-from smpkit.torch.offload_model.slices import Balance, check_layers, cut_layers, make_slices
+from smpkit.torch.offload_model.slices import (
+    Balance,
+    check_layers,
+    cut_layers,
+    is_batched,
+    join,
+    make_slices,
+    split,
+)
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.surroundings import all_modules

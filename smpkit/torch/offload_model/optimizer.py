@@ -286,12 +286,27 @@ def _update(
     is_first, part.is_first = part.is_first, False
     if is_first:
         _move_states(part.optimizer)  # those that were loaded belong to the script
+    _complete_momentum(part.optimizer)
     part.optimizer.step()
     if is_first:
         _move_states(part.optimizer)
     for alias, _ in gradients:
         alias.grad = None
     part.piece.publish()
+
+
+def _complete_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Let weights that are trained later begin beside others that have momentum, which torch's fused SGD refuses.
+
+    Zeros are as none, but with dampening: then torch's other kernel computes.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        states = [(each, optimizer.state[each]) for each in group["params"] if each.grad is not None]
+        late = [(each, state) for each, state in states if state.get("momentum_buffer") is None]
+        if 0 < len(late) < len(states) and group["momentum"]:
+            group["fused"] = group["fused"] and not group["dampening"]
+            for each, state in late if group["fused"] else ():
+                state["momentum_buffer"] = torch.zeros_like(each)
 
 
 def _move_states(optimizer: torch.optim.Optimizer) -> None:

@@ -400,13 +400,18 @@ def forget_gradients(network: Any) -> None:
     optimizer.step()
 
 
-def train_a_weight_later(network: Any) -> None:
-    first, *_ = network.parameters()
-    first.requires_grad_(False)
-    optimizer = optimizer_of(network, lr=0.1)
-    [*train(network, optimizer)]
-    first.requires_grad_(True)
-    [*train(network, optimizer)]
+def train_a_weight_later(rule: Any = torch.optim.AdamW, **options: Any) -> Any:
+    """Return a script that does so."""
+
+    def script(network: Any) -> None:
+        first, *_ = network.parameters()
+        first.requires_grad_(False)
+        optimizer = optimizer_of(network, rule, lr=0.1, **options)
+        [*train(network, optimizer)]
+        first.requires_grad_(True)
+        [*train(network, optimizer)]
+
+    return script
 
 
 def start_anew(network: Any) -> None:
@@ -532,7 +537,11 @@ ROWS = {
     "tied weights, updated in backward": Row(tied, trained(overlap="backward"), {"num_slices": 4}),
     "weights that change before the step": Row(layers, change_weights_before_the_step),
     "gradients that the model forgets": Row(layers, forget_gradients),
-    "a weight that is trained later": Row(layers, train_a_weight_later, tolerance=1e-4),
+    "a weight that is trained later": Row(layers, train_a_weight_later(), tolerance=1e-4),
+    "a weight that gets momentum later": Row(layers, train_a_weight_later(torch.optim.SGD, momentum=0.9)),
+    "a weight that gets damped momentum later": Row(
+        layers, train_a_weight_later(torch.optim.SGD, momentum=0.9, dampening=0.5)
+    ),
     "no saved state": Row(layers, start_anew, tolerance=1e-5),
     "another optimizer afterwards": Row(layers, replace_the_optimizer),
     "clipped to infinity": Row(layers, clip_what_is_not_finite(float("inf"))),
