@@ -128,7 +128,7 @@ def test_what_is_in_a_vpc_needs_one(make: MakeEstimator) -> None:
         estimator.plan({"train": FileSystemInput("fs-0123456789abcdef0", "EFS", "/data")})
     assert [problem.where for problem in caught.value.problems] == [
         "inputs.train.file_system",
-        "container.registry_access",
+        "training_repository_access_mode",
     ]
 
 
@@ -152,7 +152,7 @@ def test_a_private_registry_is_named(make: MakeEstimator) -> None:
     }
     with pytest.raises(ConfigError, match="training_repository_credentials_provider_arn: requires registry_access"):
         make(training_repository_credentials_provider_arn=LAMBDA)
-    with pytest.raises(ConfigError, match=r"container\.registry_credentials: .* does not fit"):
+    with pytest.raises(ConfigError, match="training_repository_credentials_provider_arn: .* does not fit"):
         make(**{**private, "training_repository_credentials_provider_arn": "x"}).plan()
 
 

@@ -453,14 +453,6 @@ def test_what_torch_cannot_divide_stays_whole() -> None:
     same(Case(Odd, tokens, token_step), way_of(optimizer="SGD"))
 
 
-@on_ranks(4)
-def test_an_update_before_an_accumulation_is_full_is_refused_between_sharding_groups() -> None:
-    with training(CASE, way_of(replicas=4, accumulation=2)) as script:
-        script.run(0)
-        with pytest.raises(UnsupportedError, match="after 1 of the 2 passes that backward_passes_per_step says"):
-            script.optimizer.step()
-
-
 @on_ranks(2)
 def test_after_a_failed_forward_outside_of_steps_training_cannot_go_on() -> None:
     with training(CASE, way_of()) as script:

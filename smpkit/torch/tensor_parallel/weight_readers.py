@@ -34,7 +34,7 @@ def weight_readers(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     return readers
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _paths_read(kind: Any, forward: Callable[..., Any]) -> list[str]:
     """Return `a.b` for each `self.a.b.weight` in a forward, or in methods that are called from there."""
     paths, seen, functions = dict[str, None](), set[Any](), [forward]
