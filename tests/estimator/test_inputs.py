@@ -152,7 +152,7 @@ def test_a_private_registry_is_named(make: MakeEstimator) -> None:
     }
     with pytest.raises(ConfigError, match="training_repository_credentials_provider_arn: requires registry_access"):
         make(training_repository_credentials_provider_arn=LAMBDA)
-    with pytest.raises(ConfigError, match="training_repository_credentials_provider_arn: .* does not fit"):
+    with pytest.raises(ConfigError, match=r"training_repository_credentials_provider_arn: .* does not fit"):
         make(**{**private, "training_repository_credentials_provider_arn": "x"}).plan()
 
 
