@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_callable
@@ -215,7 +216,10 @@ def qualified_name(kind: type) -> str:
 
 def rule_for(module: nn.Module) -> ReplacementRule | None:
     """Return how to replace a module; None if its class is not registered."""
-    return _rules.get(qualified_name(type(module)))
+    kind = type(module)
+    if issubclass(kind, FSDPModule):  # `fully_shard` puts a class of its own before the module's
+        kind = kind.__bases__[-1]
+    return _rules.get(qualified_name(kind))
 
 
 def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
