@@ -408,10 +408,11 @@ def _install(root: nn.Module, replaced: list[_Replaced]) -> nn.Module:
     # A shared module has several parents, or several names in one: it is looked up under all of them.
     new: dict[nn.Module | None, nn.Module] = {each.module: each.replacement for each in replaced}
     for parent in list(root.modules()):
+        is_fused = isinstance(parent, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
+        if is_fused and not new.keys().isdisjoint(parent.modules()):
+            # In evaluation torch's fused kernel would read the weights of the modules inside, now pieces.
+            vars(parent).update(activation_relu_or_gelu=0, use_nested_tensor=False)
         for name, child in list(parent._modules.items()):
             if child in new:
                 parent.add_module(name, new[child])
-                if isinstance(parent, nn.TransformerEncoderLayer):
-                    # In evaluation torch's fused kernel would read the weights of the children, now pieces.
-                    parent.activation_relu_or_gelu = 0
     return new.get(root, root)
