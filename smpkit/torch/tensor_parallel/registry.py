@@ -62,7 +62,7 @@ class ReplacementRule:
         from_distributed: the reverse.
         keeps_weights: whether the script itself gave `to_distributed`, to keep weights where SMP v1 drew fresh ones.
         finish: called with the original and the distributed module when that has its weights, to hand over what else
-            users expect there (`config`, say).
+            users expect there (`config`, and what `gradient_checkpointing_enable` has set).
         refusal: returns why one instance cannot be replaced; None if it can.
     """
 

@@ -238,7 +238,8 @@ class _Search:
         """Yield the names of checkpointed modules that are replaced: the setting would go with them."""
         for each in self.replaced:
             for name, module in each.module.named_modules(prefix=each.name):
-                if ModuleCall.of(module).checkpointing is not None:
+                is_flagged = each.rule.finish is None and getattr(module, "gradient_checkpointing", False)
+                if is_flagged or ModuleCall.of(module).checkpointing is not None:
                     yield name
 
     def decide_freshness(self, root: nn.Module, asked: bool | None) -> list[_Replaced]:

@@ -403,6 +403,18 @@ def checkpointing_of_before() -> None:
         UsageError, match=r"`transformer\.h\.0\.mlp` is checkpointed, and tensor parallelism replaces it"
     ):
         smp.DistributedModel(marked(module))
+    smp.shutdown()
+    start()
+    register(ReplacementRule(Flagged, DistributedLinear, arguments=lambda _: ((4, 4), {})))
+    with pytest.raises(UsageError, match=r"`0` is checkpointed, and tensor parallelism replaces it"):
+        smp.DistributedModel(marked(nn.Sequential(Flagged())))
+    smp.shutdown()
+
+
+class Flagged(nn.Module):
+    """A block of a Hugging Face model after `gradient_checkpointing_enable()`."""
+
+    gradient_checkpointing = True
 
 
 def hooks_of_before() -> None:
