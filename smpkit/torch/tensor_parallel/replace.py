@@ -289,7 +289,11 @@ def _why_excepted(module: nn.Module) -> str | None:
 def _why_hooked(module: nn.Module) -> str | None:
     """Return which hook would be lost with a module: the user's own, or one of torch's (`weight_norm`)."""
     for name, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        kinds = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
+        # `gradient_checkpointing_enable` registers one for reentrant checkpoints, which need it; ours do not.
+        if any(
+            getattr(hook, "__name__", "") != "make_inputs_require_grads" for each in kinds for hook in each.values()
+        ):
             return f"a hook was registered on {f'its `{name}`' if name else 'it'}"
     weight = hook_on_weight(module)
     return None if weight is None else f"a hook was registered on its `{weight}`"
