@@ -125,6 +125,10 @@ def test_packed_weights_and_their_states_resume_on_one_rank(way: Way, tmp_path: 
     check(GPT_2, way, divided(), tmp_path, TOLERANCE, is_plain=True)
 
 
+def test_packed_weights_and_their_states_resume_in_shards(tmp_path: Path) -> None:
+    check(GPT_2, divided(1, 2), LAYOUTS["sharded data"], tmp_path, TOLERANCE, is_plain=True)
+
+
 def test_numbers_of_weights_resume_beside_other_weights(tmp_path: Path) -> None:
     """NovoGrad divides by one number for each weight, and the packed weights of this model are replaced together."""
     way = replace(divided(1, 2), optimizer="NovoGrad")

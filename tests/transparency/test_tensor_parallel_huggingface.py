@@ -11,6 +11,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
+from smpkit.torch.core.module_call import ModuleCall
 from tests.models_of_others import DIVISIBLE, PARTLY_DIVIDED
 from tests.pairwise import slow
 from tests.torch.steps import on_ranks
@@ -86,6 +87,21 @@ def test_a_checkpointed_model_trains_as_in_one_process(name: str, way: Way) -> N
 def test_a_checkpoint_without_gradients_in_forward_trains_as_one_process() -> None:
     way = replace(SHARED_FOR_MEMORY, prepare=divide_and_checkpoint_as_transformers_4)
     same(DIVISIBLE["Llama"], way, tolerance=TOLERANCE)
+
+
+@on_ranks(2)
+def test_checkpointing_that_was_enabled_before_wrapping_goes_on() -> None:
+    for name in ("GPT2", "Bert"):
+        smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
+        module: Any = build(DIVISIBLE[name])
+        divide(module)
+        module.gradient_checkpointing_enable()
+        model = smp.DistributedModel(module)
+        layers = [each for each in model.modules() if isinstance(each, smp.nn.DistributedTransformerLayer)]
+        assert layers
+        assert name == "Bert" or isinstance(model.module, smp.nn.DistributedTransformerLMHead)
+        assert all(ModuleCall.of(each).checkpointing is not None for each in layers)
+        smp.shutdown()
 
 
 @pytest.mark.parametrize(("name", "way"), [*product(PARTLY_DIVIDED, (SHARED, OWN))], ids=str)

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_callable
@@ -61,7 +62,7 @@ class ReplacementRule:
         from_distributed: the reverse.
         keeps_weights: whether the script itself gave `to_distributed`, to keep weights where SMP v1 drew fresh ones.
         finish: called with the original and the distributed module when that has its weights, to hand over what else
-            users expect there (`config`, say).
+            users expect there (`config`, and what `gradient_checkpointing_enable` has set).
         refusal: returns why one instance cannot be replaced; None if it can.
     """
 
@@ -215,7 +216,10 @@ def qualified_name(kind: type) -> str:
 
 def rule_for(module: nn.Module) -> ReplacementRule | None:
     """Return how to replace a module; None if its class is not registered."""
-    return _rules.get(qualified_name(type(module)))
+    kind = type(module)
+    if issubclass(kind, FSDPModule):  # `fully_shard` puts a class of its own before the module's
+        kind = kind.__bases__[-1]
+    return _rules.get(qualified_name(kind))
 
 
 def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:

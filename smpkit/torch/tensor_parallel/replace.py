@@ -238,7 +238,8 @@ class _Search:
         """Yield the names of checkpointed modules that are replaced: the setting would go with them."""
         for each in self.replaced:
             for name, module in each.module.named_modules(prefix=each.name):
-                if ModuleCall.of(module).checkpointing is not None:
+                is_flagged = each.rule.finish is None and getattr(module, "gradient_checkpointing", False)
+                if is_flagged or ModuleCall.of(module).checkpointing is not None:
                     yield name
 
     def decide_freshness(self, root: nn.Module, asked: bool | None) -> list[_Replaced]:
@@ -288,7 +289,11 @@ def _why_excepted(module: nn.Module) -> str | None:
 def _why_hooked(module: nn.Module) -> str | None:
     """Return which hook would be lost with a module: the user's own, or one of torch's (`weight_norm`)."""
     for name, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        kinds = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
+        # `gradient_checkpointing_enable` registers one for reentrant checkpoints, which need it; ours do not.
+        if any(
+            getattr(hook, "__name__", "") != "make_inputs_require_grads" for each in kinds for hook in each.values()
+        ):
             return f"a hook was registered on {f'its `{name}`' if name else 'it'}"
     weight = hook_on_weight(module)
     return None if weight is None else f"a hook was registered on its `{weight}`"
@@ -408,10 +413,11 @@ def _install(root: nn.Module, replaced: list[_Replaced]) -> nn.Module:
     # A shared module has several parents, or several names in one: it is looked up under all of them.
     new: dict[nn.Module | None, nn.Module] = {each.module: each.replacement for each in replaced}
     for parent in list(root.modules()):
+        is_fused = isinstance(parent, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
+        if is_fused and not new.keys().isdisjoint(parent.modules()):
+            # In evaluation torch's fused kernel would read the weights of the modules inside, now pieces.
+            vars(parent).update(activation_relu_or_gelu=0, use_nested_tensor=False)
         for name, child in list(parent._modules.items()):
             if child in new:
                 parent.add_module(name, new[child])
-                if isinstance(parent, nn.TransformerEncoderLayer):
-                    # In evaluation torch's fused kernel would read the weights of the children, now pieces.
-                    parent.activation_relu_or_gelu = 0
     return new.get(root, root)

@@ -222,6 +222,28 @@ def test_delayed_weights_are_those_of_the_distributed_class_at_every_degree() ->
         assert_equal(ours, alone)
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output: Tensor = self.layers(self.embedding(ids), src_key_padding_mask=ids == 0)
+        return output[ids != 0]  # torch's fast path returns zeros for padding
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_an_encoder_of_torch_is_evaluated_without_kernels_that_read_whole_weights() -> None:
+    torch.manual_seed(0)
+    start(prescaled_batch=True)
+    module, ids = Encoder().double().eval(), torch.tensor([[1, 2, 3], [4, 0, 0]])
+    expected = module(ids)
+    torch.testing.assert_close(smp.DistributedModel(marked(module))(ids), expected)
+    smp.shutdown()
+
+
 # --- registered classes -----------------------------------------------------------------------------------------------
 
 
@@ -381,6 +403,18 @@ def checkpointing_of_before() -> None:
         UsageError, match=r"`transformer\.h\.0\.mlp` is checkpointed, and tensor parallelism replaces it"
     ):
         smp.DistributedModel(marked(module))
+    smp.shutdown()
+    start()
+    register(ReplacementRule(Flagged, DistributedLinear, arguments=lambda _: ((4, 4), {})))
+    with pytest.raises(UsageError, match=r"`0` is checkpointed, and tensor parallelism replaces it"):
+        smp.DistributedModel(marked(nn.Sequential(Flagged())))
+    smp.shutdown()
+
+
+class Flagged(nn.Module):
+    """A block of a Hugging Face model after `gradient_checkpointing_enable()`."""
+
+    gradient_checkpointing = True
 
 
 def hooks_of_before() -> None:

@@ -18,8 +18,9 @@ from torch import nn
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.nn.huggingface.heads import HuggingFaceEncoder, HuggingFaceLMHead, refuse_others
 from smpkit.torch.nn.huggingface.names import Layers, Names, names_of_tensors, rename, translation, transposed
+from smpkit.torch.recompute.api import set_activation_checkpointing
 from smpkit.torch.tensor_parallel.layers.config import TransformerConfig
-from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformerLayer
+from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, DistributedTransformerLayer
 from smpkit.torch.tensor_parallel.registry import CallArguments, ReplacementRule, argument_names, register
 
 __all__ = [
@@ -118,15 +119,23 @@ def _rule(family: Family, original: str, more: Mapping[str, Any]) -> Replacement
         arguments=lambda module: ((module.config,), {}),
         to_distributed=translation(names, to_hf=False),
         from_distributed=translation(names, to_hf=True),
-        finish=_copy_config,
+        finish=_hand_over,
         refusal=refusal,
     )
 
 
-def _copy_config(original: nn.Module, distributed: nn.Module) -> None:
+def _hand_over(original: nn.Module, distributed: nn.Module) -> None:
     for name in ("config", "generation_config"):
         if hasattr(original, name):
             object.__setattr__(distributed, name, getattr(original, name))
+    _go_on_checkpointing(original, distributed)
+
+
+def _go_on_checkpointing(original: nn.Module, distributed: nn.Module) -> None:
+    # Hugging Face's Trainer calls `gradient_checkpointing_enable()` before it wraps the model.
+    if any(getattr(each, "gradient_checkpointing", False) for each in original.modules()):
+        stacks = (each.seq_layers for each in distributed.modules() if isinstance(each, DistributedTransformer))
+        set_activation_checkpointing(next(stacks, distributed))
 
 
 # --- what several families share --------------------------------------------------------------------------------------
@@ -377,6 +386,7 @@ register(
         arguments=_arguments_of_block,
         to_distributed=translation(_IN_BLOCK, to_hf=False),
         from_distributed=translation(_IN_BLOCK, to_hf=True),
+        finish=_go_on_checkpointing,
         refusal=_refusal,
     )
 )
