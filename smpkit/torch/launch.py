@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
 from smpkit.errors import JobError, UsageError
+from smpkit.torch.distributed.init import end_work
 
 _Result = TypeVar("_Result")
 
@@ -212,6 +213,8 @@ def _rank_main(
     torch.set_num_threads(num_threads)
     try:
         result = function(*args)
+        if (error := end_work()) is not None:  # what a script does at exit, which is not run here
+            raise error
         # Plain pickle, not `connection.send`: torch teaches that to pass tensors as files of a process that ends now.
         content = io.BytesIO()
         _OnHost(content).dump((True, result))

@@ -66,6 +66,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     masters: MasterWeights | None = None
     """The float32 weights behind a model in half precision; None without `fp16` and `bf16`."""
     _norm: float | None = None
+    _loaded_early = False
+    """Whether states of some ranks were loaded before anyone knew the owners of parameters."""
 
     # False even if the optimizer inside has it: a GradScaler would write `grad_scale` on this object, unseen in there.
     _step_supports_amp_scaling = False
@@ -342,20 +344,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if state_dict.get(PARTIAL_KEY):
                 values["state"] = gather_owned(values["state"], parameters, owns)
             values["state"] = {n: each for n, each in values["state"].items() if owns(parameters[n])}
+        elif state_dict.get(PARTIAL_KEY):
+            self._loaded_early = True
         if state.cfg.sharded_data_parallel_degree > 1:
             values["state"] = to_shards(values["state"], self._model_parameters())
         _check_pieces(values.get("state", {}), self._model_parameters())
+        self._load(values)
+        self.drop_foreign_states()
+
+    def _load(self, values: dict[str, Any]) -> None:
         if self.masters is not None:
             self.masters.load_state_dict(values)
         else:
             self.optimizer.load_state_dict(values)
-        self.drop_foreign_states()
 
     def drop_foreign_states(self) -> None:
         """Drop states of parameters that other ranks hold or own, and move the others to their parameters' devices."""
         model = state.model
         if model is None or not model.partitioned or (model.pipeline is None and _zero1_partition() is None):
             return
+        if self._loaded_early and _zero1_partition() is not None:
+            # The owners may be others than when it was saved, if other parameters were frozen or on this rank.
+            own = self.optimizer.state_dict()
+            own = own if self.masters is None else self.masters.state_dict(own)
+            self._load({**own, "state": gather_owned(own["state"], self._model_parameters(), model.owns)})
+        self._loaded_early = False
         if self.masters is not None:
             self.masters.create_missing()
         for parameter, values in list(self.state.items()):

@@ -23,7 +23,7 @@ from smpkit.errors import ConfigError
 
 STEPS: Final = 4
 SAVED: Final = 2
-"""After how many steps a job saves."""
+"""After how many steps the first job saves; one that resumes does a step later."""
 ROWS: Final = 16
 """Rows of a batch of the whole job."""
 
@@ -84,6 +84,15 @@ class Drawn:
     manual: bool
     optimizer_first: bool
     inputs: str
+    again: bool
+    """Whether the second job saves, too, and a third goes on as the first one was."""
+    settings: dict[str, Any]
+    """Constants of the texts, by name; what they do is said where they are drawn."""
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs, of which each goes on from the checkpoint of the one before."""
+        return [self.first, self.second, self.first][: 3 if self.again else 2]
 
     @property
     def marked(self) -> bool:
@@ -97,21 +106,21 @@ class Drawn:
         """
         sharded = job["sharded_data_parallel_degree"] > 1
         same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
-        in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or self._one_backward(job)))
+        one_backward = job["microbatches"] == self.accumulation == 1
+        in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or one_backward))
         elsewhere = (self.tied or self.repeated) and any(j["pipeline_parallel_degree"] > 1 for j in (self.first, job))
-        rounded = self.model == "gpt2" or self.marked or self.clip or (sharded and self.half)
-        return same_parts and in_order and not (elsewhere or rounded)
-
-    def _one_backward(self, job: Job) -> bool:
-        return bool(job["microbatches"] == self.accumulation == 1)
+        rounded = (
+            self.model == "gpt2" or self.marked or self.clip or self.optimizer == "lamb" or self.settings["DROPOUT"]
+        )
+        return same_parts and in_order and not (elsewhere or rounded or (sharded and self.half))
 
     def tolerance(self, job: Job) -> float:
         """By how much a loss of the job may differ, relative to the reference."""
         if self.same_arithmetic(job):
             return 0.0
-        if (
-            self.half and self.optimizer == "adagrad"
-        ):  # its first steps are as large for a gradient that is all rounding
+        if self.settings["DROPOUT"]:  # the reference has none
+            return 0.5
+        if self.half and self.optimizer == "adagrad":  # its first steps are as large for what is all rounding
             return 0.3
         if self.model == "gpt2":  # Hugging Face computes the loss in float32
             return 0.05 if self.half else 1e-4
@@ -130,6 +139,10 @@ class Drawn:
         """Tell whether a job's evaluation is that of the reference; running statistics are of a replica's own part."""
         return self.model == "gpt2" or self.norm != "batch" or (job.replicas == 1 and self.counts_batches_once)
 
+    def repeats_validation(self, job: Job) -> bool:
+        """Tell whether a job evaluates as the one before; a checkpoint has the running statistics of one replica."""
+        return self.same_validation(job) or (self.counts_batches_once and not self.settings["EVALUATED"])
+
     def repeats_to_the_bit(self, job: Job) -> bool:
         """Tell whether two runs of a job give the same bits.
 
@@ -144,7 +157,7 @@ class Drawn:
         return self.precision in ("fp16", "bf16")
 
     def script(self) -> str:
-        """Return the script, for both jobs."""
+        """Return the script, for all jobs."""
         pieces = [_IMPORTS, "import smdistributed.modelparallel.torch as smp\n", "place = smp.partition\n"]
         return "\n".join([*pieces, self._constants(), self._model(), self._steps(), self._main()])
 
@@ -156,7 +169,7 @@ class Drawn:
     def alone(self) -> str:
         """Say how to run the script without the test."""
         lines = [f"seed {self.seed}: {self}", "in a folder with start.pt, which the reference leaves there:"]
-        for job, resume in [(self.first, 0), (self.second, 1)]:
+        for resume, job in enumerate(self.jobs):
             given = shlex.quote(json.dumps(job.parameters))
             run = f"torchrun --nproc-per-node {job.ranks} train.py --resume {resume} --report report{resume}.json"
             lines.append(f"smpkit compat --parameters {given} -- {run}")
@@ -171,7 +184,7 @@ class Drawn:
             f"DTYPE, HALF, SCALE = {PRECISIONS[self.precision]}, {self.half}, {scale}\n"
             f"REPLICAS, MICROBATCHES = {self.first.replicas}, {self.first['microbatches']}\n"
             f"CLIP, SCHEDULE, MARKED = {0.5 if self.clip else None}, {self.schedule}, {self.marked}\n"
-        )
+        ) + "".join(f"{name} = {value!r}\n" for name, value in self.settings.items())
 
     def _model(self) -> str:
         if self.model == "gpt2":
@@ -188,21 +201,30 @@ class Drawn:
     def _optimizer(self) -> str:
         made = {
             "adamw": "torch.optim.AdamW(parameters, lr=2e-2, weight_decay=0.1)",
+            "nadam": "torch.optim.NAdam(parameters, lr=2e-2)",
+            "amsgrad": "torch.optim.Adam(parameters, lr=2e-2, amsgrad=True)",
+            "adafactor": "torch.optim.Adafactor(parameters, lr=2e-2)",
+            "lamb": "optimizers.FusedLAMB(parameters, lr=2e-2)",
             "sgd": "torch.optim.SGD(parameters, lr=0.1)",
             "momentum": "torch.optim.SGD(parameters, lr=0.05, momentum=0.9)",
             "adagrad": "torch.optim.Adagrad(parameters, lr=0.05)",
         }[self.optimizer]
         return (
-            f"def make_optimizer(parameters):\n    return {made}\n\n\n"
+            "def make_optimizer(parameters):\n"
+            "    if GROUPED:\n"
+            "        parameters = list(parameters)\n"
+            "        large, small = ([p for p in parameters if (p.ndim > 1) == each] for each in (True, False))\n"
+            '        parameters = [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 1e-2}]\n'
+            f"    return {made}\n\n\n"
             "def make_schedule(optimizer):\n"
             "    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8 if SCHEDULE else 1.0)\n"
         )
 
     def _steps(self) -> str:
+        taken, batch = "tokens, target", '{"tokens": tokens, "target": target}'
         if self.inputs == "dict":
-            return self._optimizer() + _STEPS.replace("TAKEN", "batch").replace("BATCH", "batch")
-        batch = '{"tokens": tokens, "target": target}'
-        return self._optimizer() + _STEPS.replace("TAKEN", "tokens, target").replace("BATCH", batch)
+            taken = batch = "batch"
+        return self._optimizer() + _STEPS.replace("TAKEN", taken).replace("BATCH", batch)
 
     def _main(self) -> str:
         passed = "share" if self.inputs == "dict" else 'share["tokens"], share["target"]'
@@ -234,6 +256,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional
+
+from smpkit.torch import optimizers
 """
 
 _BLOCKS: Final = """\
@@ -251,7 +275,7 @@ class Block(nn.Module):
         return self.shrink(torch.tanh(self.grow(self.norm(x))))
 
     def forward(self, x):
-        return x + INSIDE
+        return x + functional.dropout(INSIDE, DROPOUT, self.training)
 
 
 class Model(nn.Module):
@@ -296,7 +320,7 @@ TOKENS = 24
 def build():
     torch.manual_seed(SEED)
     sizes = {"vocab_size": TOKENS, "n_positions": 6, "n_embd": 16, "n_layer": 4, "n_head": 4, "use_cache": False}
-    without = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    without = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": DROPOUT, "bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(**sizes, **without))
 
 
@@ -319,6 +343,26 @@ def batch_of(number):
     return {"tokens": tokens, "target": (begin[:, 0] * 5 + 1) % TOKENS}
 
 
+def passes_of(step):
+    return range(1 if SHORT and step % 2 else ACCUMULATION)
+
+
+def freeze(model, step):
+    for parameter in layers_of(model)[0].parameters():
+        parameter.requires_grad_(step >= FROZEN)
+
+
+def averaged(average, parameters):
+    weights = [each.detach() for each in parameters]
+    return [old.lerp(new, 0.5) for old, new in zip(average or weights, weights)]
+
+
+def copy(parameters, values):
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values):
+            parameter.copy_(value)
+
+
 """
 
 _STEPS: Final = """
@@ -327,7 +371,7 @@ _STEPS: Final = """
 def train_step(model, TAKEN):
     loss = loss_of(model, BATCH)
     model.backward(loss / ACCUMULATION)
-    return loss
+    return {"loss": loss, "log": [loss.detach() * 2, None]} if IN_DICT else loss
 
 
 @smp.step
@@ -349,8 +393,18 @@ def share_of(number):
 
 def everywhere(output):
     # The losses of all microbatches of all replicas.
+    output = output["loss"] if isinstance(output, dict) else output
     mine = [loss.item() for loss in output.outputs]
     return [loss for theirs in smp.allgather(mine, smp.DP_GROUP) for loss in theirs]
+
+
+def evaluate(model):
+    model.eval()
+    share = share_of(0)
+    with torch.no_grad():
+        losses = everywhere(test_step(model, PASSED))
+    model.train()
+    return losses
 
 
 def clip(model, optimizer):
@@ -375,6 +429,8 @@ def main():
         module = build()
     if not HALF:
         module = module.to(DTYPE)
+    if not MARKED:  # a module that is replaced has other parameters
+        freeze(module, 0)
     inner = make_optimizer(module.parameters()) if FIRST else None
     model = smp.DistributedModel(module, backward_passes_per_step=ACCUMULATION)
     optimizer = smp.DistributedOptimizer(inner or make_optimizer(model.parameters()), static_loss_scale=SCALE)
@@ -387,24 +443,28 @@ def main():
         schedule.load_state_dict(content["schedule"])
     else:
         model.load_state_dict(torch.load(args.start))
-    losses = []
+    losses, validation, average = [], [], None
     while step < STEPS:
-        optimizer.zero_grad()
+        if EVALUATED:
+            validation.append(evaluate(model))
+        freeze(model.get_module(), step)
+        optimizer.zero_grad(set_to_none=TO_NONE)
         losses.append([])
-        for turn in range(ACCUMULATION):
+        for turn in passes_of(step):
             share = share_of(step * ACCUMULATION + turn)
             losses[-1] += everywhere(train_step(model, PASSED))
         clip(model, optimizer)
         optimizer.step()
         schedule.step()
         step += 1
-        if step == SAVED and not args.resume:
+        if AVERAGED and step > SAVED:
+            average = averaged(average, model.local_parameters())
+        if step == SAVED + args.resume or (OFTEN and step < SAVED + args.resume):
             content = {"step": step, "schedule": schedule.state_dict(), "args": args}
             SAVE_IT
-    model.eval()
-    share = share_of(0)
-    with torch.no_grad():
-        validation = everywhere(test_step(model, PASSED))
+    if AVERAGED:
+        copy(model.local_parameters(), average)
+    validation.append(evaluate(model))
     if smp.rank() == 0:
         with open(args.report, "w") as file:
             json.dump({"losses": losses, "validation": validation}, file)
@@ -428,7 +488,7 @@ content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             if smp.rank() == 0:
                 smp.save(content, args.folder + ".pt", partial=False)
             smp.barrier()""",
-    "partial": 'smp.save_checkpoint(args.folder, "half", partial=True, user_content=content)',
+    "partial": "smp.save_checkpoint(args.folder, TAG.format(step), partial=True, user_content=content, **HOW)",
     "full": 'smp.save_checkpoint(args.folder, "half", partial=False, user_content=content)',
 }
 
@@ -466,34 +526,48 @@ parameters = list(model.parameters())
 masters = [each.detach().float() if each.dtype == DTYPE and HALF else each for each in parameters]
 optimizer = make_optimizer(masters)
 schedule = make_schedule(optimizer)
-losses = []
+losses, validation, average = [], [], None
+
+
+def evaluate():
+    model.eval()
+    with torch.no_grad():
+        validation.append([loss_of(model, batch_of(0)).item()])
+    model.train()
+
+
 for step in range(STEPS):
+    if EVALUATED:
+        evaluate()
+    freeze(model, step)
     gradients = [[] for _ in parameters]
-    found = [[] for _ in range(ACCUMULATION)]
+    found = [[] for _ in passes_of(step)]
     for replica in range(REPLICAS):
         model.zero_grad()
-        for turn in range(ACCUMULATION):
+        for turn in passes_of(step):
             batch = {n: each.chunk(REPLICAS)[replica] for n, each in batch_of(step * ACCUMULATION + turn).items()}
             for part in range(MICROBATCHES):
                 loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
                 ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
                 found[turn].append(loss.item())
         for parameter, parts in zip(parameters, gradients):
-            parts.append(parameter.grad / REPLICAS)
+            if parameter.grad is not None:
+                parts.append(parameter.grad / REPLICAS)
     for master, parts in zip(masters, gradients):
-        total = sum(parts[1:], start=parts[0])
-        master.grad = total.float() / SCALE if HALF else total
+        if parts:
+            total = sum(parts[1:], start=parts[0])
+            master.grad = total.float() / SCALE if HALF else total
     if CLIP is not None:
         torch.nn.utils.clip_grad_norm_(masters, CLIP)
     optimizer.step()
     schedule.step()
-    with torch.no_grad():
-        for parameter, master in zip(parameters, masters):
-            parameter.copy_(master)
+    copy(parameters, masters)
     losses.append(sum(found, start=[]))
-model.eval()
-with torch.no_grad():
-    validation = [loss_of(model, batch_of(0)).item()]
+    if AVERAGED and step >= SAVED:
+        average = averaged(average, parameters)
+if AVERAGED:
+    copy(parameters, average)
+evaluate()
 """
 
 
@@ -544,6 +618,25 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         model = "blocks"  # a replaced GPT-2 divides sequences, and that is refused beside sharded data parallelism
     # Batch normalisation sees the rows of a part: as many in both jobs.
     norm = chance.choice(["layer", "batch" if first.parts == second.parts else "none", "none"])
+    optimizers = ["adamw", "momentum", "adagrad", "nadam", "amsgrad", "lamb", "adafactor"]
+    if any(job["tensor_parallel_degree"] * job["sharded_data_parallel_degree"] > 1 for job in (first, second)):
+        optimizers.remove("adafactor")  # refused: it looks at whole matrices
+    if precision == "fp64":
+        optimizers.remove("nadam")  # torch loads a float32 number of its state as float64
+    settings = {
+        "GROUPED": some(0.3),  # biases and norms are a parameter group of their own
+        "FROZEN": chance.choice([0, 0, 0, 1, 2, 3]),  # for so many steps the first block is not trained
+        "AVERAGED": some(0.2),  # what is evaluated in the end is a moving average of weights
+        "EVALUATED": some(0.3),  # before each step, too
+        # Whether every other update comes before its accumulation is complete; sharding groups refuse it.
+        "SHORT": some(0.4) and not any(is_sharded),
+        "OFTEN": some(0.3),  # a job saves after each step
+        "TAG": chance.choice(["half", "step{}"]),
+        "HOW": chance.choice([{}, {"blocking": False}, {"num_kept_partial_checkpoints": 1}]),
+        "DROPOUT": 0.1 if some(0.25) and checkpoint == "partial" and second is first else 0.0,
+        "TO_NONE": some(0.5),
+        "IN_DICT": some(0.5),  # a step returns more than the loss
+    }
     return Drawn(
         seed=seed,
         first=first,
@@ -553,7 +646,7 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         norm=norm,
         tied=some(0.2),
         repeated=some(0.2),
-        optimizer="sgd" if checkpoint == "full" else chance.choice(["adamw", "momentum", "adagrad"]),
+        optimizer="sgd" if checkpoint == "full" else chance.choice(optimizers),
         # A whole checkpoint has no optimizer, so the schedule would begin at another learning rate.
         schedule=checkpoint != "full" and some(0.6),
         clip=clip,
@@ -564,6 +657,8 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         manual=manual,
         optimizer_first=some(0.3) and first["tensor_parallel_degree"] * second["tensor_parallel_degree"] == 1,
         inputs=chance.choice(["dict", "tensors"]),
+        again=some(0.25) and not settings["AVERAGED"],  # an average begins after the first checkpoint
+        settings=settings,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 from tests.compat.commands import run_on_ranks
-from tests.compat.random_scripts import SAVED, Drawn, Job, draw
+from tests.compat.random_scripts import Drawn, Job, draw
 
-FEW = (7, 34, 36)
+FEW = (85, 93, 108)
 MANY = range(100, 130)
 
 
@@ -31,28 +32,35 @@ def _compare(drawn: Drawn, folder: Path) -> None:
     state = torch.get_rng_state()
     exec(compile(drawn.reference(), "reference.py", "exec"), plain)
     torch.set_rng_state(state)
-    first = _run(drawn, drawn.first, folder, 0)
-    second = _run(drawn, drawn.second, folder, 1)
+    reports = [_run(drawn, job, folder, resume) for resume, job in enumerate(drawn.jobs)]
     without_masters = drawn.checkpoint == "full" and drawn.half
     if drawn.second == drawn.first and not without_masters:
-        found, expected = (
-            [*report["losses"][start:], *([report["validation"]] if drawn.counts_batches_once else [])]
-            for report, start in ((second, 0), (first, SAVED))
-        )
-        if drawn.repeats_to_the_bit(drawn.first):
-            assert found == expected
-        else:
-            assert [mean(each) for each in found] == pytest.approx([mean(each) for each in expected], rel=1e-4)
-    for job, report, losses in [(drawn.first, first, plain["losses"]), (drawn.second, second, plain["losses"][SAVED:])]:
-        tolerance = 0.05 if without_masters and report is second else drawn.tolerance(job)
+        kinds = ["losses", "validation"] if drawn.repeats_validation(drawn.first) else ["losses"]
+        for (before, after), kind in product(pairwise(reports), kinds):
+            expected = _last(after[kind], before[kind])
+            if drawn.repeats_to_the_bit(drawn.first):
+                assert after[kind] == expected
+            else:
+                assert _means(after[kind]) == pytest.approx(_means(expected), rel=1e-4)
+    for job, report in zip(drawn.jobs, reports, strict=True):
+        tolerance = 0.05 if without_masters and report is not reports[0] else drawn.tolerance(job)
+        losses = _last(report["losses"], plain["losses"])
         if tolerance:
-            assert [mean(each) for each in report["losses"]] == pytest.approx(
-                [mean(each) for each in losses], rel=tolerance
-            )
+            assert _means(report["losses"]) == pytest.approx(_means(losses), rel=tolerance)
         else:
             assert report["losses"] == losses
         if drawn.same_validation(job):
-            assert mean(report["validation"]) == pytest.approx(plain["validation"][0], rel=tolerance or 1e-6)
+            validation = _means(_last(report["validation"], plain["validation"]))
+            assert _means(report["validation"]) == pytest.approx(validation, rel=tolerance or 1e-6)
+
+
+def _last(some: list[list[float]], every: list[list[float]]) -> list[list[float]]:
+    """Return as many of `every` as there are in `some`, of those in the end."""
+    return every[-len(some) :]
+
+
+def _means(parts: list[list[float]]) -> list[float]:
+    return [mean(part) for part in parts]
 
 
 def check(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, most_ranks: int = 4) -> None:

@@ -116,3 +116,14 @@ def test_ranks_of_a_script_end_with_it(tmp_path: Path) -> None:
     while processes_with(f"SMPKIT_TEST_MARK={tmp_path}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not processes_with(f"SMPKIT_TEST_MARK={tmp_path}")
+
+
+def saves(folder: str) -> None:
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(torch.nn.Linear(2000, 2000))  # which takes longer to write than to end a process
+    smp.save_checkpoint(folder, "last", model=model, blocking=False)
+
+
+def test_a_save_in_the_background_is_complete_when_ranks_have_returned(tmp_path: Path) -> None:
+    smp.launch(saves, str(tmp_path), ranks=2)
+    assert (tmp_path / "newest").read_text().strip() == "last_partial"

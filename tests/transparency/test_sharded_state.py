@@ -167,6 +167,25 @@ def test_states_are_saved_as_a_list_a_shard_or_whole_and_loaded_by_any_number_of
             torch.testing.assert_close(states, whole, rtol=0, atol=0)
 
 
+def step_counts(first_frozen: bool, kept: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return a rank's shard after two updates, which goes on from `kept`; owners are chosen in the first step."""
+    with training(CASE, replace(SHARDED, pipeline=2)) as script:
+        if kept is not None:
+            script.optimizer.load_state_dict(copy.deepcopy(kept[smp.rank()]))
+        for number in range(2):
+            script.model.module.get_submodule("head").requires_grad_(number > 0 or not first_frozen)
+            script.run(number)
+        return copy.deepcopy(script.optimizer.local_state_dict(gather_if_shard=False))
+
+
+def test_a_pipeline_finds_a_shard_whose_parameter_has_another_owner_now() -> None:
+    before = run_ranks(step_counts, 4, True)
+    after = run_ranks(step_counts, 4, False, before)
+    counts = [{n: int(each["step"]) for own in ranks for n, each in own["state"].items()} for ranks in (before, after)]
+    assert set(counts[0].values()) == {1, 2}
+    assert counts[1] == {number: count + 2 for number, count in counts[0].items()}
+
+
 @on_ranks(2)
 def test_what_does_not_go_with_sharded_states_is_refused_in_a_sentence() -> None:
     with world(SHARDED):

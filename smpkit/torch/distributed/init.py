@@ -126,13 +126,13 @@ def shutdown() -> None:
     Raises:
         CheckpointError: that failed.
     """
-    error = _end_work()
+    error = end_work()
     _shut_down()
     if error is not None:
         raise error
 
 
-def _end_work() -> Exception | None:
+def end_work() -> Exception | None:
     """Finish what runs in the background; return why it failed, if it did."""
     if not state.initialized or deadline.failed():  # after a failure, other ranks may be gone
         return None
@@ -230,7 +230,7 @@ def _at_exit() -> None:
             deadline.abort(_world.groups.all())
         watcher.stop()
         return
-    error = _end_work()
+    error = end_work()
     if (failures := deadline.current_failures()) is not None:
         failures.report_end()
     _shut_down()
