@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.arguments import check_callable
@@ -217,7 +216,8 @@ def qualified_name(kind: type) -> str:
 def rule_for(module: nn.Module) -> ReplacementRule | None:
     """Return how to replace a module; None if its class is not registered."""
     kind = type(module)
-    if issubclass(kind, FSDPModule):  # `fully_shard` puts a class of its own before the module's
+    # `fully_shard` puts a class of its own before the module's; known by its name, as its import takes a second.
+    if kind.__bases__[0].__name__ == "FSDPModule":
         kind = kind.__bases__[-1]
     return _rules.get(qualified_name(kind))
 
