@@ -87,7 +87,8 @@ class Cloud:
     def region(self) -> str:
         region: str | None = self._session.region_name
         if not region:
-            raise CloudError("no AWS region is set", hint="set AWS_REGION, use `--region`, or `aws configure`")
+            hint = "set AWS_REGION, use `--region`, or `aws configure`; runs of this machine: `smpkit runs`"
+            raise CloudError("no AWS region is set", hint=hint)
         return region
 
     def identity(self) -> Identity:
