@@ -186,7 +186,7 @@ class DistributedModel(ModelParts):
         refuse_assignment(module)
         self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
-        _mind_other_ranks_in_torch(accumulates=backward_passes_per_step > 1)
+        _adapt_torchs_functions(accumulates=backward_passes_per_step > 1)
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))
@@ -431,7 +431,7 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
     return handle
 
 
-def _mind_other_ranks_in_torch(*, accumulates: bool) -> None:
+def _adapt_torchs_functions(*, accumulates: bool) -> None:
     """Put right, or refuse, what torch makes of this rank's gradients alone."""
     clip_whole_models_with_torch(accumulates=accumulates)
     refuse_torchs_scaler()

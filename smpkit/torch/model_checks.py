@@ -101,7 +101,7 @@ def check_trains(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def refuse_layers_dropped_by_rank(model: nn.Module) -> None:
-    """Refuse LayerDrop in a forward outside of a step, in which tensor-parallel ranks with own samples toss own coins.
+    """Refuse LayerDrop in a forward outside of a step, where tensor-parallel ranks with own samples draw differently.
 
     Values of different layers would be exchanged, which have the same shape. In a step all ranks leave out the same.
     """

@@ -71,8 +71,8 @@ class StateEntry:
         shape: of the whole tensor; None for other values, and for tensors that a file of safetensors cannot hold.
         chunks: the parts of the whole tensor that `value` is.
         holders: the ranks that hold the same.
-        is_trained: whether replicas agree on it. They have running statistics of their own between two steps, and the
-            first replica's are those that go on.
+        is_replicated: whether all holders have the same values. Of running statistics each replica has its own between
+            two steps, and those of the first go on.
     """
 
     name: str
@@ -80,12 +80,12 @@ class StateEntry:
     shape: tuple[int, ...] | None
     chunks: tuple[Chunk, ...]
     holders: frozenset[int]
-    is_trained: bool = True
+    is_replicated: bool = True
 
     def writers(self, here: Collection[int]) -> frozenset[int]:
         """Return the ranks that may write it, of those that share a file system."""
         ranks = self.holders.intersection(here)
-        return ranks if self.is_trained else frozenset(sorted(ranks)[:1])
+        return ranks if self.is_replicated else frozenset(sorted(ranks)[:1])
 
     @property
     def num_bytes(self) -> int:
@@ -118,7 +118,7 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
                 continue  # without memory yet, so without a value
             divisions.setdefault(id(value), division_of(value))
         entry = _entry(f"{MODEL}{name}", value, divisions.get(id(value)), model.placement.of(value).holders)
-        entries.append(replace(entry, is_trained=isinstance(value, nn.Parameter)))
+        entries.append(replace(entry, is_replicated=isinstance(value, nn.Parameter)))
     if optimizer is None:
         return entries
     saved = optimizer.local_state_dict(gather_if_shard=False)

@@ -124,9 +124,14 @@ class ShardedDataParallel(DataParallel):
         module.register_forward_hook(self._end_forward)
         self._ran: list[str] = []
         """The blocks that have run with gradients since the last update."""
-        for name, each in module.named_modules():
-            if isinstance(each, FSDPModule):
-                module.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, name or "the model"))
+        self._comparisons_left = 10
+        """Updates before which ranks compare what ran: layers that are left out at random differ in the first of them,
+        and a comparison makes the host wait for the device."""
+        self._notes = [
+            module.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, name or "the model"))
+            for name, each in module.named_modules()
+            if isinstance(each, FSDPModule)
+        ]
 
     def _note(self, name: str, *_: object) -> None:
         if torch.is_grad_enabled():
@@ -193,6 +198,10 @@ class ShardedDataParallel(DataParallel):
                 "calls",
                 "run the same layers on all ranks: set `layerdrop` and its like to 0, or draw from a common seed",
             )
+            self._comparisons_left -= 1
+            if not self._comparisons_left:
+                for hook in self._notes:
+                    hook.remove()
         left = self._passes % self._passes_per_reduction
         if left and self.shard_group.size() < state.rdp_size:
             raise UnsupportedError(

@@ -86,7 +86,7 @@ class Inputs:
             for tensor, spec in zip(tensors, specs, strict=True)
         ]
         try:
-            description = pickled((call, self._dice(), specs, structure))
+            description = pickled((call, self._random_states(), specs, structure))
         except Exception as error:  # whatever a class of the user raises
             raise UsageError(
                 f"pipeline rank 0 passed arguments to {call} that cannot be sent to other ranks: {error}",
@@ -103,7 +103,7 @@ class Inputs:
     def _receive(self, call: str, own: Any) -> Any:
         source = self._rank - 1
         description = self._hosts.receive_object(source, _WHAT, Tag.INPUTS)
-        theirs, dice, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
+        theirs, random_states, specs, structure = pickle.loads(description)  # noqa: S301 - our own job's rank
         data = self._hosts.receive_bytes(packed_bytes(specs), source, Tag.INPUT_DATA, _WHAT)
         self._relay(description, data)
         if theirs != call:
@@ -111,14 +111,14 @@ class Inputs:
                 f"pipeline rank {self._rank} called {call}, and pipeline rank 0 {theirs}",
                 hint="all ranks of a pipeline call the same steps in the same order and mode",
             )
-        self._set_dice(*dice)
+        self._set_random_states(*random_states)
         parts = unpack(devices.to_device(data, self._device), specs)
         arrived = [to_layout(part, spec.order) for part, spec in zip(parts, specs, strict=True)]
         if self._comparisons_left:
             self._compare(call, own, specs, arrived)
         return self._with_own_objects(structure.fill(arrived), own, call, ())
 
-    def _dice(self) -> tuple[Any, Any, list[bytes]]:
+    def _random_states(self) -> tuple[Any, Any, list[bytes]]:
         """Return the states of the generators that code between layers may draw from."""
         return (
             random.getstate(),
@@ -126,7 +126,7 @@ class Inputs:
             [each.get_state().numpy().tobytes() for each in self._generators],
         )
 
-    def _set_dice(self, python: Any, numpy: Any, generators: Sequence[bytes]) -> None:
+    def _set_random_states(self, python: Any, numpy: Any, generators: Sequence[bytes]) -> None:
         random.setstate(python)
         np.random.set_state(numpy)
         for generator, data in zip(self._generators, generators, strict=True):
