@@ -301,9 +301,11 @@ def _complete_momentum(optimizer: torch.optim.Optimizer) -> None:
     Zeros are as none, but with dampening: then torch's other kernel computes.
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        states = [(each, optimizer.state[each]) for each in group["params"] if each.grad is not None]
+        states = [
+            (each, optimizer.state[each]) for each in group["params"] if group["momentum"] and each.grad is not None
+        ]
         late = [(each, state) for each, state in states if state.get("momentum_buffer") is None]
-        if 0 < len(late) < len(states) and group["momentum"]:
+        if 0 < len(late) < len(states):
             group["fused"] = group["fused"] and not group["dampening"]
             for each, state in late if group["fused"] else ():
                 state["momentum_buffer"] = torch.zeros_like(each)
