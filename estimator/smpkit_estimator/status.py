@@ -183,5 +183,6 @@ def failure_of(reasons: Iterable[tuple[datetime, str]], platform_words: str) -> 
         reasons: with the time of each.
     """
     default = (None, platform_words)
-    _, words = min(reasons, key=lambda reason: (_RANK.search(reason[1]) is None, reason[0]), default=default)
+    told = (reason for reason in reasons if reason[1].strip())  # on a full disk a host leaves an empty file
+    _, words = min(told, key=lambda reason: (_RANK.search(reason[1]) is None, reason[0]), default=default)
     return read_reason(words[:_MAX_REASON_CHARACTERS])

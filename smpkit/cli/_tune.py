@@ -49,12 +49,18 @@ def run(
     if write and flags:
         hint = "write the setting into the file first; a parameter by `-p` is written"
         raise UsageError(f"`--write` cannot be given beside `{min(flags)}`, which the file would not have", hint=hint)
+    own = world_of(file, ()) if write else None  # without the options, which the file does not have
     # The degrees of the file need not divide the ranks that are asked for: others are searched.
     world = world_of(file, [*overrides, *[("--ranks", "null")] * (options["ranks"] is not None)])
     facts = _machine(world, options["machine"], options["calibration"], options["tflops"])
     facts = with_memory(facts, options["memory_gib"], options["host_memory_gib"])
     hosts = options["hosts"] or world.hosts
     ranks = options["ranks"] or hosts * (world.per_host or facts.ranks_per_host)
+    if own is not None and own.per_host and own.hosts * own.per_host != ranks:
+        hint = "write the number into the file first, or leave out `--write`"
+        raise UsageError(
+            f"`--write` is for the {own.hosts * own.per_host} ranks of `{file}`, not for {ranks}", hint=hint
+        )
     if options["hosts"] or not options["ranks"]:
         facts = _spread(facts, ranks, hosts)
     models = _models(world, options["model"], facts, ranks)
@@ -70,8 +76,8 @@ def run(
         click.echo("\n".join(_report(world.name, job, result, given, top)))
     if not result.best:
         raise _nothing_fits(result)
-    if write:
-        _write(file, result.best[0])
+    if own is not None:
+        _write(file, own.parameters.given(), result.best[0])
     elif not as_json:
         _console.current().hint(f"`--write` changes {file} to the first one; its comments stay")
 
@@ -164,9 +170,8 @@ def _samples(config: ModelParallelConfig, models: Mapping[int, ModelFacts], rank
 # --- in the job's file ------------------------------------------------------------------------------------------------
 
 
-def _write(file: Path, best: Prediction) -> None:
-    """Change the file in place, at once or not at all."""
-    written = world_of(file, ()).parameters.given()  # without the options, which the file does not have
+def _write(file: Path, written: Mapping[str, Any], best: Prediction) -> None:
+    """Change the file, where these parameters are `written`, in place, at once or not at all."""
     values = best.config.given()
     changed = _changes(best, written)
     gone = frozenset(written.keys() - values.keys())

@@ -10,14 +10,16 @@ from typing import Any
 HIDDEN = "(hidden)"
 """What is shown in place of a secret."""
 
+# The words of some run together, as in `PGPASSWORD` and `NGROK_AUTHTOKEN`, and some are numbered.
 _SECRET_NAME = re.compile(
-    r"(?:^|_)(?:password|passwd|passphrase|pwd|secret|secrets|token|credential|credentials|apikey"
-    r"|authorization|connection_string|(?:db|database|user|admin|smtp|redis|pg)_?pass"
-    r"|(?:api|access|secret|private|auth|account|encryption|signing|license|wandb|openai)_?key(?:_id)?)$"
+    r"(?:^|_)(?:[a-z0-9]*(?:password|passwd|passphrase|secrets?|token|credentials?|apikey)"
+    r"|pwd|authorization|connection_string|(?:db|database|user|admin|smtp|redis|pg)_?pass"
+    r"|(?:api|app|application|access|secret|priv|private|auth|account|client|service|storage|database|db|ssh|deploy"
+    r"|encryption|signing|license|wandb|openai)_?key(?:_id)?)(?:_?v?\d+)?$"
 )
 _SPECIAL_TOKEN = re.compile(
     r"(?:^|_)(?:eos|bos|pad|padding|unk|sep|cls|mask|image|start|end|stop|special|separator|fill|prefix|suffix|begin"
-    r"|first|last|new|class|audio|video|per|fim|eot|sot|null|blank|end_of_text)_tokens?$"
+    r"|first|last|next|prev|new|class|audio|video|per|sub|fim|eot|sot|null|blank|end_of_text)_?tokens?(?:_?\d+)?$"
 )
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:AKIA|ASIA)[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}"

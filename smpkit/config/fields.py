@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import PurePosixPath
 from typing import Annotated
@@ -18,6 +19,8 @@ _Refusal = str | tuple[str, str | None] | None
 _EXAMPLE = "for example `s3://bucket/folder`"
 _MAX_NAME_BYTES = 255
 """The longest name of a file or folder on the usual file systems; asking for a longer one is an error of its own."""
+_MAX_VARIABLE_BYTES = 120_000
+"""A little less than the 128 KiB of one variable on Linux: other facts of the job share it with hyperparameters."""
 
 
 def name_from(text: str) -> str:
@@ -103,6 +106,16 @@ def _without_nul(value: object) -> _Refusal:
     return None
 
 
+def _too_long(value: object) -> _Refusal:
+    # Linux starts no program with a longer text among its variables; SM_TRAINING_ENV has hyperparameters twice.
+    size = len(json.dumps(value))
+    longest = _MAX_VARIABLE_BYTES // (1 if isinstance(value, str) else 2)
+    if size > longest:
+        hint = "put what is long in a file in source_dir and read that in the script"
+        return f"has {size:,} bytes as JSON, and a process takes at most {longest:,} in a variable", hint
+    return None
+
+
 def _hyperparameter(name: str) -> _Refusal:
     if not 1 <= len(name) <= 256:
         return f"a name must have 1 to 256 characters, got {len(name)}"
@@ -114,9 +127,9 @@ def _hyperparameter(name: str) -> _Refusal:
 
 _VARIABLE = "a variable's name must have at most 512 letters, digits and underscores, and not start with a digit"
 VariableName = Annotated[str, matching("[a-zA-Z_][a-zA-Z0-9_]{0,511}", _VARIABLE)]
-Variables = dict[VariableName, Annotated[str, checked(_without_nul)]]
+Variables = dict[VariableName, Annotated[str, checked(_without_nul), checked(_too_long)]]
 
 _Json = Annotated[
     JsonValue, instead("must be something that JSON can hold, with finite numbers"), checked(_without_nul)
 ]
-Hyperparameters = dict[Annotated[str, checked(_hyperparameter)], _Json]
+Hyperparameters = Annotated[dict[Annotated[str, checked(_hyperparameter)], _Json], checked(_too_long)]

@@ -14,10 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from smpkit.config.backend import BackendChoice
 from smpkit.config.confidential import HIDDEN, is_confidential, masked
 from smpkit.config.distribution import Distribution
 from smpkit.config.documents import Document, literal, parse, read_document, refuse, similar
-from smpkit.config.job import JobConfig
+from smpkit.config.job import Channel, Checkpoints, JobConfig, Secret
 from smpkit.config.modelparallel import HISTORIC, V2_KEYS, ModelParallelConfig
 from smpkit.config.schema import MODELS
 from smpkit.config.section import KeyPath, Section, explain
@@ -344,6 +345,8 @@ class _Sources:
             below = target.get(str(part))
             if below is None:
                 below = target[str(part)] = {}
+            if isinstance(below, str) and (field := _text_alone(path[: depth + 1], self.distribution)):
+                below = target[str(part)] = {field: below}
             if not isinstance(below, dict):
                 shown = HIDDEN if is_confidential(path) else quoted(below)
                 message = f"cannot be set inside {shown}, which is no mapping"
@@ -429,13 +432,27 @@ def _written(raw: Mapping[str, Any], leaf: KeyPath, distribution: KeyPath | None
         candidates += [(*distribution, *leaf[len(full) :])] if leaf[: len(full)] == full else []
     if leaf[-1] == "pipeline_parallel_degree":
         candidates += [(*path[:-1], "partitions") for path in candidates]
-    if leaf[-1] == "uri":
-        candidates.append(leaf[:-1])
     for path in candidates:
         parent = _get(raw, path[:-1])
         if isinstance(parent, dict) and path[-1] in parent:
             return path
-    return None
+    short = leaf[:-1]
+    return short if isinstance(_get(raw, short), str) and leaf[-1] == _text_alone(short, distribution) else None
+
+
+_TEXTS: Mapping[str, tuple[int, type[Section]]] = {
+    "backend": (1, BackendChoice),
+    "checkpoints": (1, Checkpoints),
+    "inputs": (2, Channel),
+    "secrets": (2, Secret),
+}
+"""The sections of a job file for which text alone may be written, and how deep they are."""
+
+
+def _text_alone(path: KeyPath, distribution: KeyPath | None) -> str:
+    """Return the field that text alone at this path stands for; empty where it stands for none."""
+    depth, section = _TEXTS.get(str(path[0]), (0, Section)) if distribution else (0, Section)
+    return section.short_form if len(path) == depth else ""
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------

@@ -150,6 +150,16 @@ def test_the_degrees_of_the_job_need_not_divide_the_ranks_that_are_asked_for(zoo
     assert (made["ranks"], made["present"]) == (3, None)
 
 
+def test_a_job_is_not_changed_for_other_ranks_than_it_starts(zoo: Path, smpkit: Smpkit) -> None:
+    text = JOB.replace("{enabled: true}", "{enabled: true, processes_per_host: 2}")
+    (zoo / "job.yaml").write_text(text)
+    refused = tune(smpkit, "--ranks", "8", "--write")
+    assert (refused.exit_code, refused.stdout) == (2, "")  # before the search
+    assert "error: `--write` is for the 4 ranks of `job.yaml`, not for 8" in refused.stderr
+    assert tune(smpkit, "--ranks", "4", "--write").exit_code == 0
+    assert (zoo / "job.yaml").read_text() != text
+
+
 def test_what_was_predicted_with_a_parameter_is_written_with_it(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "-p", "bf16=true", "--write")
     assert done.exit_code == 0, done.stderr

@@ -75,6 +75,8 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"hyperparameters": {"": 1}}, "a name must have 1 to 256 characters, got 0"),
         ({"hyperparameters": {"a": "b\0"}}, "hyperparameters.a: holds a NUL character"),
         ({"hyperparameters": {"a\0": 1}}, "holds a NUL character"),
+        ({"hyperparameters": {"a": "x" * 70_000}}, "hyperparameters: has 70,009 bytes as JSON"),
+        ({"environment": {"A": "x" * 140_000}}, "environment.A: has 140,002 bytes as JSON"),
         ({"environment": {"A": "b\0"}}, "environment.A: holds a NUL character"),
         (
             {"hyperparameters": {"a": [1, {"b": float("inf")}]}},

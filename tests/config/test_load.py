@@ -170,6 +170,20 @@ def test_overrides_that_cannot_be_meant_are_refused(override: str, message: str,
     assert message in problem
 
 
+def test_what_text_alone_stands_for_can_be_added_to(folder: Path) -> None:
+    """`backend: slurm` and `--set backend.slurm.partition=low`, or a folder of data and its content type."""
+    path = write(folder, "entry_point: train.py\nbackend: slurm\ninputs: {data: ./d}\nsecrets: {KEY: entry}\n")
+    changes = {"backend.slurm.partition": "low", "inputs.data.mode": "File", "secrets.KEY.variable": "MINE"}
+    loaded = load_job(path, [("--set", f"{key}={value}") for key, value in changes.items()])
+    backend, channel, secret = loaded.config.backend, loaded.config.inputs["data"], loaded.config.secrets["KEY"]
+    assert (backend.name, backend.slurm.partition) == ("slurm", "low")
+    assert (channel.uri, channel.mode) == ("./d", "File")
+    assert (secret.entry, secret.variable) == ("entry", "MINE")
+    for origins in (loaded.origins, load_job(path).origins):
+        assert origins["backend", "name"] == f"{path}:2"
+        assert origins["inputs", "data", "uri"] == f"{path}:3"
+
+
 def test_what_is_set_in_the_environment_of_the_script_is_text(folder: Path) -> None:
     assert load_job(folder / "job.yaml", [("--set", "environment.A=1")]).config.environment == {"A": "1"}
 

@@ -308,6 +308,20 @@ def test_a_job_that_is_refused_leaves_nothing(user: User, kind: str) -> None:
     assert "there is no job `refused` in namespace `team`" in user.run("status", "refused", code=2).stderr
 
 
+def test_ctrl_c_between_its_parts_leaves_nothing(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of a Job whose ConfigMap never comes would wait for it, and keep the GPUs of their nodes."""
+
+    def interrupted(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+        if manifest["kind"] == "ConfigMap":
+            raise KeyboardInterrupt
+        return Cluster.create(user.cluster, manifest)
+
+    user.write("")
+    monkeypatch.setattr(user.cluster, "create", interrupted)
+    assert "interrupted" in user.run("submit", "job.yaml", "--name", "half", code=130).stderr
+    assert not user.cluster.objects
+
+
 @pytest.mark.parametrize("kind", ["Job", "ConfigMap"])
 def test_a_lost_answer_starts_no_second_job(user: User, kind: str) -> None:
     user.write("print('once')", quick=True, hosts=1)

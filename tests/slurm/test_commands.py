@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -153,7 +154,10 @@ def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, m
         cluster.describe("job")
     (run / "ended").write_text(f"1 2 {TIME} {TIME + 60}\n")
     (run / "slurm.json").unlink()  # the command that submitted it was killed
-    assert cluster.describe("job").status == "Failed"
+    (run / "nodes" / "n1" / "output" / "failure").touch()  # the disk was full
+    status = cluster.describe("job")
+    assert status.failure is not None
+    assert (status.status, status.failure.headline) == ("Failed", "Slurm says FAILED")
     command(folder, "squeue", "", 1, "slurm_load_jobs error: Unable to contact slurm controller")
     with pytest.raises(UnreachableError):
         cluster.describe("job")
@@ -210,6 +214,33 @@ def test_a_lost_answer_starts_no_second_job(folder: Path, monkeypatch: pytest.Mo
     slurm(folder, "squeue", "")
     assert "it may have been started all the same" in CliRunner().invoke(cli, [*submit, "lost"]).output
     assert (runs / "lost" / "script.sh").is_file()  # which the job needs, if it runs
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
+    ],
+    ids=["Ctrl-C", "full disk"],
+)
+def test_of_a_job_that_was_not_sent_nothing_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
+) -> None:
+    submit, runs = sent(folder, monkeypatch, backend={"slurm": {"folder": str(folder / "scratch")}}), folder / "runs"
+    assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
+
+    def fail(source: Path, target: Path) -> None:
+        target.write_bytes(b"half of it")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", fail)
+        done = CliRunner().invoke(cli, [*submit, "--name", "other"])
+    assert told in done.output
+    assert [path.name for place in (runs, folder / "scratch") for path in place.iterdir()] == ["job", "job"]
+    assert "there is a job `job` already" in CliRunner().invoke(cli, [*submit, "--name", "job"]).output
+    assert (runs / "job" / "code" / "train.py").is_file()
 
 
 def test_secrets_are_for_the_hosts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

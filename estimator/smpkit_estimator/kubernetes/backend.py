@@ -118,7 +118,7 @@ class KubernetesCluster:
         try:
             for part in parts:
                 _created(api, {**part, "metadata": {**part["metadata"], "ownerReferences": [owner]}})
-        except SmpkitError:
+        except (SmpkitError, KeyboardInterrupt):  # its pods would wait for the rest, and keep their GPUs
             with contextlib.suppress(CloudError):
                 api.delete("Job", plan.name)  # and what it owns
             raise

@@ -84,6 +84,7 @@ def all_runs() -> Iterator[Path]:
 
 
 def make_run(run: Run, now: datetime) -> None:
+    """Make the folder of a run, or nothing at all: not half of one on a full disk, or when Ctrl-C comes meanwhile."""
     folder, root = run.folder, runs_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,27 +92,34 @@ def make_run(run: Run, now: datetime) -> None:
         if (root / folder.name).exists() or folder.exists():
             raise UsageError(f"there is a job `{folder.name}` already", hint="`--name` gives another name")
         folder.mkdir(mode=0o700)
-        if folder.parent.resolve() != root.resolve():
-            (root / folder.name).symlink_to(folder, target_is_directory=True)
-        for part in ("logs", "nodes", "output", "input/data"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-        named = named_places(run.job)
-        results = {part: named.get(part, folder / part) for part in ("model", "output/data", "checkpoints")}
-        make_tree(folder, results, run.inputs, run.files)
-        _private(folder / "token", secrets.token_hex(32))
-        _private(folder / "variables.json", json.dumps(dict(run.variables)))
-        if run.sources is not None:
-            _copy(run.sources, folder / "code")
-        elif run.code is not None:
-            shutil.copytree(run.code, folder / "code")
-        (folder / "script.sh").write_text(run.script, encoding="utf-8")
-        write_json(
-            folder / "job.json", {"created": now.isoformat(), "cluster": run.cluster, "job": job_to_keep(run.job)}
-        )
+        try:
+            _fill_run(run, now)
+        except BaseException:
+            unmake_run(folder)
+            raise
     except OSError as error:
         hint = "set `backend.slurm.folder` or SMPKIT_RUNS to a folder that all nodes see and you may write to"
         reason = (error.strerror or str(error)).lower()
         raise CloudError(f"cannot make {printable(str(folder))}: {reason}", hint=hint) from None
+
+
+def _fill_run(run: Run, now: datetime) -> None:
+    folder, root = run.folder, runs_folder()
+    if folder.parent.resolve() != root.resolve():
+        (root / folder.name).symlink_to(folder, target_is_directory=True)
+    for part in ("logs", "nodes", "output", "input/data"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    named = named_places(run.job)
+    results = {part: named.get(part, folder / part) for part in ("model", "output/data", "checkpoints")}
+    make_tree(folder, results, run.inputs, run.files)
+    _private(folder / "token", secrets.token_hex(32))
+    _private(folder / "variables.json", json.dumps(dict(run.variables)))
+    if run.sources is not None:
+        _copy(run.sources, folder / "code")
+    elif run.code is not None:
+        shutil.copytree(run.code, folder / "code")
+    (folder / "script.sh").write_text(run.script, encoding="utf-8")
+    write_json(folder / "job.json", {"created": now.isoformat(), "cluster": run.cluster, "job": job_to_keep(run.job)})
 
 
 def unmake_run(run: Path) -> None:

@@ -152,7 +152,7 @@ def _failure(run: Path, record: Record) -> JobFailure:
     )
     log = run / "logs" / "slurm.log"
     lines = log.read_text("utf-8", "replace").strip().splitlines()[-_LAST_LINES:] if log.is_file() else []
-    words = _WORDS.get(record.state, f"Slurm says {record.state}, {record.reason}")
+    words = _WORDS.get(record.state, f"Slurm says {', '.join(filter(None, (record.state, record.reason)))}")
     return failure_of(reasons, "\n".join([words, *lines]))
 
 
