@@ -19,7 +19,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
-from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, token_step, tokens, vectors
+from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, singles, token_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
 from tests.train import Trace, Way, batch, build, differ, reference, same, trace_of, training, world
@@ -249,6 +249,42 @@ def test_a_model_that_is_made_in_half_precision_has_weights_in_float32() -> None
     with world(way_of(config={"bf16": True})):
         model = smp.DistributedModel(build(CASE).to(torch.bfloat16))
         assert {each.dtype for each in model.parameters()} == {torch.float32}
+
+
+class Adapted(nn.Module):
+    """A linear layer and a scale beside it, with an adapter; as PEFT makes them of a model in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.down, self.up = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.up(self.down(x.double())) * self.scale
+        return self.base(x).tanh() + adapted.to(x.dtype)
+
+
+class AdaptedLayers(nn.Sequential):
+    """Layers that share adapters; all but these is frozen, and of another dtype."""
+
+    def __init__(self) -> None:
+        layers = [Adapted() for _ in range(4)]
+        layers[1].down = layers[0].down
+        layers[2].down.weight = layers[0].down.weight
+        super().__init__(*layers, nn.Linear(WIDTH, WIDTH))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        super().to(*args, **kwargs)
+        for name, each in self.named_parameters():
+            adapts = "base" not in name and not name.startswith("4.")
+            each.requires_grad_(adapts)
+            each.data = each.data.double() if adapts else each.data
+        return self
+
+
+def test_a_block_may_have_several_dtypes() -> None:
+    same(Case(AdaptedLayers, singles, mse_step, torch.float32), way_of(), tolerance=1e-6)
 
 
 # --- models without memory --------------------------------------------------------------------------------------------

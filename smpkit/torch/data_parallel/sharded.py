@@ -14,6 +14,7 @@ averaged over the columns once, in the last microbatch of the last pass of an ac
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -65,13 +66,13 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
         _refuse_hook(hooked)
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
-    kept, kept_alone = _kept_in_float32(module)
-    whole = [each for each in placement if not _is_divisible(each.parameter) or each.parameter in kept_alone]
+    apart, apart_alone = _gathered_apart(module, blocks)
+    whole = [each for each in placement if not _is_divisible(each.parameter) or each.parameter in apart_alone]
     _materialize(module, whole)
     by_id = {id(each.parameter): each for each in placement if each not in whole}
     mesh = _mesh()
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
-    inner = dict.fromkeys(each for each in (*kept, *blocks) if each is not module)
+    inner = dict.fromkeys(each for each in (*apart, *blocks) if each is not module)
     for block in [*inner, module]:
         parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
         _materialize(module, parts)
@@ -79,7 +80,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
             block,
             mesh=mesh,
             reshard_after_forward=_reshards_after_forward(block, module, parts),
-            mp_policy=_FLOAT32 if block in kept else _precision(),
+            mp_policy=_FLOAT32 if block in apart else _precision(),
             ignored_params={each.parameter for each in whole},
         )
         for part in parts:
@@ -304,18 +305,36 @@ def _precision() -> MixedPrecisionPolicy:
     return _FLOAT32 if half is None else MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
 
 
-def _kept_in_float32(root: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Return the modules that half precision leaves in float32, the innermost first, and the parameters beside them.
+def _gathered_apart(root: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Return the modules that are not gathered with their block, the innermost first, and the parameters beside them.
 
-    `fully_shard` casts all that it gathers at once, so each of these modules is gathered by itself. A parameter of a
-    module that holds others in half precision (the sinks of an attention) cannot be.
+    `fully_shard` casts all that it gathers at once, and takes one dtype only, so what half precision leaves in float32,
+    or is of another dtype than the block (adapters in float32 of a model in bfloat16), is gathered by itself. A
+    parameter of a module that holds others (the sinks of an attention), or of several modules, cannot be.
     """
     half = half_dtype(state.cfg)
-    pairs = kept_in_float32(root, half) if half is not None else ()
-    kept = {parameter for each, key in pairs if (parameter := each._parameters.get(key)) is not None}
+    if half is None:
+        apart = _of_other_dtypes([*blocks, root])
+    else:
+        pairs = kept_in_float32(root, half)
+        apart = {parameter for each, key in pairs if (parameter := each._parameters.get(key)) is not None}
     modules = [each for each in reversed([*root.modules()]) if any(True for _ in each.parameters(False))]
-    modules = [each for each in modules if all(parameter in kept for parameter in each.parameters())]
-    return modules, kept.difference(parameter for each in modules for parameter in each.parameters())
+    holders = Counter(parameter for each in modules for parameter in each.parameters(False))
+    apart_alone = {parameter for parameter in apart if holders[parameter] > 1}
+    modules = [each for each in modules if apart.difference(apart_alone).issuperset(each.parameters())]
+    return modules, apart.difference(parameter for each in modules for parameter in each.parameters())
+
+
+def _of_other_dtypes(blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters that are of another dtype than most of the first of these blocks that has them."""
+    seen, others = set[nn.Parameter](), set[nn.Parameter]()
+    for block in blocks:
+        sizes, parts = Counter[torch.dtype](), [each for each in block.parameters() if each not in seen]
+        for each in parts:
+            sizes[each.dtype] += each.numel() if _is_divisible(each) else 0
+        seen.update(parts)
+        others.update(each for each in parts if each.dtype is not sizes.most_common(1)[0][0])
+    return others
 
 
 def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:

@@ -92,6 +92,11 @@ WHOLE: dict[str, Case] = {
     "mask of a row": divided(**IDS, attention_mask=additive(PADDING[:, None, None, :].bool())),
     "shared by group": shared_by_group,
 }
+LEFT = PADDING.flip(1)
+"""The first positions of some samples see nothing, and predict their first token."""
+ON_THE_LEFT: dict[str, Case] = {
+    "padding on the left": divided(**IDS, attention_mask=LEFT, labels=TOKENS.masked_fill(LEFT == 0, -100)),
+}
 BOOLEAN: dict[str, Case] = {"boolean heads": divided(**IDS, attention_mask=OF_HEADS)}
 ENCODER: dict[str, Case] = {
     "padding": divided(**IDS, attention_mask=PADDING, labels=TOKENS),
@@ -115,7 +120,7 @@ def eager(build: Callable[[], Any]) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Case]]] = {
-    "GPT2": (DIVISIBLE["GPT2"].build, {**DECODER, **WHOLE, **BOOLEAN}),
+    "GPT2": (DIVISIBLE["GPT2"].build, {**DECODER, **WHOLE, **ON_THE_LEFT, **BOOLEAN}),
     "GPTJ": (DIVISIBLE["GPTJ"].build, {**DECODER, **WHOLE}),
     "GPTNeo": (DIVISIBLE["GPTNeo"].build, DECODER),
     "Bert": (DIVISIBLE["Bert"].build, {**ENCODER, **BOOLEAN}),
@@ -184,7 +189,7 @@ def check(degree: int, runs: list[Run], only: set[str] | None = None) -> None:
 
 
 SELECTED = {"padding", "token types", "positions", "boolean heads", "both directions", "embeddings", "nothing asked"}
-SELECTED |= {"rank without padding", "shared by group", "num_items_in_batch"}
+SELECTED |= {"rank without padding", "shared by group", "num_items_in_batch", "padding on the left"}
 
 
 def test_some_arguments_on_one_rank() -> None:

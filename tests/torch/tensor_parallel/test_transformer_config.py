@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,14 @@ def test_rejects_wrong_calls() -> None:
     layer: Any = smp.nn.DistributedTransformerLayer(**SIZES)
     with pytest.raises(UsageError, match=r"a transformer layer takes one tuple \(hidden_states, attention_mask\)"):
         layer(torch.zeros(1, 2, 8))
+
+
+def test_masks_of_other_shapes_are_refused() -> None:
+    """With as many samples (or heads) as positions they were taken for masks of positions."""
+    kept = torch.ones(4, 4, dtype=torch.bool)
+    hidden = torch.zeros(4, 4, 8)
+    layer: Any = smp.nn.DistributedTransformerLayer(**SIZES)
+    stack: Any = smp.nn.DistributedTransformer(num_layers=1, **SIZES)
+    for module, mask in itertools.product((layer, stack), (kept, kept.double(), kept[:, None].expand(4, 4, 4))):
+        with pytest.raises(UsageError, match=r"an attention mask is \[4, .*, and should be \[samples, heads, length"):
+            module((hidden, mask))

@@ -224,10 +224,19 @@ def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is added to scores; of a boolean mask, which is True where positions may be attended to."""
+    """Return what is added to scores; of a boolean mask, which is True where positions may be attended to.
+
+    What sees nothing gets 0 from torch's attention (padding on the left, beside a causal mask).
+    """
+    if mask.dim() != 4:  # it would be taken for one of positions where as many samples or heads are as positions
+        raise UsageError(
+            f"an attention mask is {list(mask.shape)}, and should be [samples, heads, length, length], with 1 for what"
+            " is the same",
+            hint="give `mask[:, None, None, :]` of [samples, length], or `mask[None, None]` of [length, length]",
+        )
     if mask.dtype is not torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
 
 
 class FlashAttentionLayer(nn.Module):

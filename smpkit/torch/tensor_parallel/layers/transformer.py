@@ -223,7 +223,8 @@ class DistributedTransformer(DistributedModule):
         num_samples = hidden.shape[0] * (state.tp_size if self.boundary is Layout.SHARD_BATCH else 1)
         for name, value in parts.items():
             if value is not None and name != "cross_states":
-                parts[name] = gather_mask(additive_mask(value, hidden.dtype), num_samples, self.boundary)
+                added = value if name == "position_ids" else additive_mask(value, hidden.dtype)
+                parts[name] = gather_mask(added, num_samples, self.boundary)
         is_divided = self.inner is not self.boundary  # sequences; cross states are of another length, and stay whole
         hidden = collectives.scatter_to_tp(hidden, 1) if is_divided else hidden
         if self.input_layernorm is not None:
