@@ -291,7 +291,8 @@ class DistributedModel(ModelParts):
         """Raise UsageError if an update of `parameters` would not be training (called by the optimizer)."""
         if self._counts["passes"] and not self._counts["backwards"]:
             check_trains(self, parameters)
-        if self.pipeline is not None:
+        batches = state.rdp_size if state.cfg.prescaled_batch else state.dp_size
+        if self.pipeline is not None or batches > 1:
             refuse_parameters_beyond_model(self.placement, parameters)
 
     def prepare(self, function: Callable[..., Any], first: MicrobatchCall) -> None:

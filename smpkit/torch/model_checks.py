@@ -132,17 +132,20 @@ def refuse_gradients_beyond_step(step: str, arguments: object) -> None:
 
 
 def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse to train, beside a pipeline, what is not in the model: ranks that do not use it would keep old values.
+    """Refuse to train what is not in the model: pipeline ranks that do not use it would keep old values, and replicas
+    would train it on their own samples alone.
 
     What is wider than parameters of the model may be masters of the script's own.
     """
     for each in parameters:
-        if each.requires_grad and each not in placement:
+        if each.requires_grad and each not in placement and (state.pp_size > 1 or each.grad is not None):
             if any(known.parameter.dtype.itemsize < each.dtype.itemsize for known in placement):
                 return
+            alone = "a pipeline would train it on one of its ranks only"
+            if state.pp_size == 1:
+                alone = "each replica would train it on its own samples only"
             raise UsageError(
-                f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model, and a pipeline"
-                " would train it on one of its ranks only",
+                f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model, and {alone}",
                 hint="wrap one module that has both: the model and, say, the loss with weights of its own",
             )
 

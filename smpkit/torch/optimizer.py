@@ -86,12 +86,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if half is torch.bfloat16:
             scaler = StaticLossScaler()
         self.optimizer = optimizer
-        if state.model is not None:
-            refuse_replaced_parameters(optimizer)
-        # Made with the parameters of before the model was wrapped: sharded data parallelism has replaced them. An
-        # optimizer that is made first is updated by the model instead.
-        if state.model is not None and state.model.data_parallel is not None:
-            state.model.data_parallel.replace_parameters_of(optimizer)
+        _replace_parameters_of(optimizer)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
         state.optimizer = self
 
@@ -280,6 +275,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
+        _replace_parameters_of(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state, in torch's layout; all ranks of a pipeline call this.
@@ -431,6 +427,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter whose master weight a member of `param_groups` is: itself if it is none."""
         return parameter if self.masters is None else self.masters.model_parameter_of(parameter)
+
+
+def _replace_parameters_of(optimizer: Any) -> None:
+    """Give an optimizer what sharded data parallelism has made of parameters from before the model was wrapped.
+
+    One that is made before the model is updated by that instead.
+    """
+    if state.model is not None:
+        refuse_replaced_parameters(optimizer)
+        if state.model.data_parallel is not None:
+            state.model.data_parallel.replace_parameters_of(optimizer)
 
 
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")

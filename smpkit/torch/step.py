@@ -183,6 +183,8 @@ def step(
 
         loss = train_step(model, tokens, targets).reduce_mean()
 
+    Each microbatch has its own lists and dicts: what the function writes into one, its caller does not see.
+
     Args:
         non_split_inputs: names of arguments that each microbatch gets whole.
         input_split_axes: batch axis by argument name; 0 where not named.

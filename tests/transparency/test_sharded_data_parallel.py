@@ -120,6 +120,46 @@ def test_parameters_may_be_changed_after_an_evaluation() -> None:
 
 
 @on_ranks(2)
+def test_numbers_that_a_script_reads_are_those_of_the_whole() -> None:
+    # Scripts add norms of gradients by hand, to log them, and leave out an update where a gradient is not finite.
+    with training(CASE, way_of()) as script:
+        script.run(0)
+        gradients: list[Any] = [each.grad for each in script.model.parameters() if each.grad is not None]
+        norm = sum(each.norm(2).item() ** 2 for each in gradients) ** 0.5
+        assert norm == pytest.approx(float(smp.clip_grad_norm_(script.model, float("inf"))), rel=1e-11)
+        with torch.no_grad():
+            gradients[0].to_local().fill_(float("nan") if smp.rank() else 0.0)
+        assert torch.isnan(gradients[0]).any()
+        assert not torch.isfinite(gradients[0]).all()
+        assert float(gradients[0].detach().isnan().sum()) == int(gradients[0].isnan().sum()) > 0
+
+
+@on_ranks(2)
+def test_values_that_torch_would_not_use_are_refused() -> None:
+    # Averages of weights, and adversarial training that undoes its step, assign `parameter.data`.
+    with training(CASE, way_of()) as script:
+        weight: Any = next(script.model.parameters())
+        kept = weight.data.clone()
+        with pytest.raises(UnsupportedError, match=r"`\.data` of a parameter of shape"):
+            weight.data = kept
+        weight.data.copy_(2 * kept)
+        state = script.model.state_dict()
+        assert torch.equal(next(iter(state.values())), 2 * kept.full_tensor())
+
+
+@on_ranks(2)
+def test_a_group_that_is_added_later_may_have_parameters_of_before() -> None:
+    # Layers that are unfrozen later are added later; of parameters from before, none would be trained.
+    module = build(CASE)
+    before = list(module.parameters())
+    with world(way_of()):
+        now = list(smp.DistributedModel(module).parameters())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(now[:1], lr=0.1))
+        optimizer.add_param_group({"params": before[1:]})
+    assert all(map(operator.is_, optimizer.param_groups[1]["params"], now[1:]))
+
+
+@on_ranks(2)
 def test_hooks_that_would_never_run_are_refused() -> None:
     # Masks of gradients, say: torch took them, and trained without.
     early, late, calls = build(CASE), build(CASE), list[Tensor]()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
 from smpkit.torch.data_parallel.replicas import check_same, check_same_model
 from smpkit.torch.data_parallel.sharded_parameters import is_registered, set_shard_attributes
+from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import initialize
@@ -353,3 +354,42 @@ def _warn_of_large_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
             f"{live} parameters are gathered at once (what belongs to no repeated block, and two blocks), more than "
             f"sdp_max_live_parameters ({most}): a block is gathered as a whole",
         )
+
+
+# --- DTensors, where torch gives other numbers than the script asked for ----------------------------------------------
+
+
+def _of_whole(read: Callable[[torch.Tensor], Any]) -> Callable[[DTensor], Any]:
+    """Return what reads a number, such as `Tensor.item`, also where each rank has a share of it: of a norm, say.
+
+    Torch reads this rank's share (pytorch/pytorch#166638): of a norm that was too small, or of `isnan().any()`, by
+    which ranks would then decide differently. All ranks take part, as in a step of a pipeline.
+    """
+
+    def number(tensor: DTensor) -> Any:
+        if not any(placement.is_partial() for placement in tensor.placements):
+            return read(tensor)
+        with waiting("a number of divided weights or gradients", tensor.device_mesh.mesh.flatten().tolist()):
+            return read(tensor.full_tensor())
+
+    return number
+
+
+for _name in ("item", "__bool__", "__float__", "__int__"):
+    setattr(DTensor, _name, _of_whole(getattr(torch.Tensor, _name)))
+
+_DATA: Final[Any] = torch.Tensor.data
+
+
+def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
+    """Set `tensor.data`, unless it is a part of a parameter: torch would take it, and go on with the old numbers."""
+    if "register_hook" in vars(tensor):  # that of `shard_model`
+        raise UnsupportedError(
+            f"`.data` of a parameter of shape {list(tensor.shape)} was assigned, of which sharded data parallelism"
+            " keeps this rank's part elsewhere",
+            hint="copy into it, `parameter.data.copy_(values)`, and keep `parameter.data.clone()` to go back to",
+        )
+    _DATA.__set__(tensor, value)
+
+
+DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]

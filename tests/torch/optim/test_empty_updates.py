@@ -69,10 +69,15 @@ class Weighing(nn.Module):
         return loss / self.weight.square().sum()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"pipeline_parallel_degree": 2}, {"ddp": True}, {"ddp": True, "sharded_data_parallel_degree": 2}],
+    ids=str,
+)
 @on_ranks(2)
-def test_over_a_pipeline_what_is_not_in_the_model_cannot_be_trained() -> None:
-    # The last rank trained it, and the first kept the old values.
-    model, _ = make({"pipeline_parallel_degree": 2, "microbatches": 2})
+def test_what_is_not_in_the_model_cannot_be_trained(config: dict[str, Any]) -> None:
+    # Over a pipeline the last rank trained it, and the first kept the old values. Replicas grew apart.
+    model, _ = make({"microbatches": 2, **config})
     weighing, frozen = Weighing(), nn.Parameter(torch.ones(3), requires_grad=False)
     parameters = [*model.parameters(), frozen, *weighing.parameters()]
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
@@ -84,6 +89,7 @@ def test_over_a_pipeline_what_is_not_in_the_model_cannot_be_trained() -> None:
     weighing_step(model, X)
     with pytest.raises(UsageError, match=r"trains a parameter of shape \[2\] that is not in the model"):
         optimizer.step()
+    weighing.zero_grad()
     weighing.requires_grad_(False)
     optimizer.step()
 
