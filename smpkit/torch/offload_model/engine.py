@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.distributed.deadline import waiting
@@ -126,10 +127,21 @@ class Engine:
         self._before: dict[int, list[Tensor | None]] = {}
         """The gradients that parameters had before the backward of their slice."""
         weakref.finalize(self, self.link.before_free)
+        self.changing = [
+            parameter
+            for piece in slices
+            for parameter, dtype in zip(piece.parameters, piece.layout.dtypes, strict=True)
+            if not in_place and (device.type != "cpu" or dtype != parameter.dtype)
+        ]
+        """Parameters of another type on the device: autograd makes new nodes for their gradients at each move."""
+        if self.changing:
+            _engines.add(self)
+            torch.autograd._engine_run_backward = _run_checked  # type: ignore[attr-defined]
         if not in_place:
             trained = (parameter for parameter in self.parameters if parameter.requires_grad)
+            check = functools.partial(_check_arrival, weakref.ref(self))
             handles = [
-                parameter.register_post_accumulate_grad_hook(_check_arrival)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
                 for parameter in trained
             ]
             weakref.finalize(self, lambda: [handle.remove() for handle in handles])
@@ -207,11 +219,25 @@ class Engine:
         """Bring the resident slice; all slices are loaded anew, since weights may have changed."""
         if _NO_TASK not in (self._task, torch._C._current_graph_task_id()):
             raise UsageError("an OffloadModel was called in its own backward", hint="call it after the backward")
+        if not self.in_place and torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(
+                "an OffloadModel does not run under torch.func (grad, jvp, vmap): weights cannot move into its tensors",
+                hint="use the plain model",
+            )
+        if not self.in_place and self.is_in_forward:
+            raise UsageError(
+                "an OffloadModel was called while another thread runs its forward, whose weights are on the device",
+                hint="let threads call it in turn, with a threading.Lock",
+            )
         self._abandon()
         for slot in self._slots:
             slot.loaded = None
         self.is_in_forward = True
-        self._begin(self._resident)
+        try:
+            self._begin(self._resident)
+        except BaseException:
+            self.is_in_forward = False
+            raise
 
     def switch_to(self, index: int) -> None:
         """Let the slice of the layer that runs next be the one on the device."""
@@ -279,6 +305,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._abandon()
+            self._check_no_way_home()
             self._task = task
             end = functools.partial(self._end_backward)
             Variable._execution_engine.queue_callback(end)
@@ -293,6 +320,12 @@ class Engine:
         self._open(index)
         if self._prefetch and index and self.slices[index - 1].is_ready():
             self.load(index - 1)
+
+    def _check_no_way_home(self) -> None:
+        """Refuse a backward that leads to parameters where they rest, too: autograd runs that in another thread."""
+        trained = (parameter for parameter in self.changing if parameter.requires_grad)
+        if any(torch._C._will_engine_execute_node(get_gradient_edge(each).node) for each in trained):
+            raise _two_places()
 
     def _open(self, index: int) -> None:
         """Bring a slice, whose gradients are to stay on the device for now."""
@@ -465,15 +498,44 @@ class Engine:
             gradient.div_(self._group.size())
 
 
+_engines: Final[weakref.WeakSet[Engine]] = weakref.WeakSet()
+_run_backward: Final = torch.autograd.graph._engine_run_backward
+
+
+def _run_checked(*args: Any, **kwargs: Any) -> Any:
+    """Stand where `backward` and torch.autograd.grad call torch's engine, which would leave gradients out silently."""
+    inputs = {id(each) for each in args[4]}
+    if inputs and any(id(each) in inputs for engine in _engines for each in engine.changing):
+        raise UnsupportedError(
+            "parameters of an OffloadModel are `inputs` of a backward or of torch.autograd.grad, which finds no way to"
+            " them: they were on the device when the graph was made",
+            hint="leave `inputs` out, and read `parameter.grad`; freeze what shall have none (requires_grad_(False))",
+        )
+    return _run_backward(*args, **kwargs)
+
+
 def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return norms in float32 at least: bfloat16 has three digits, and in float16 they overflow."""
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
     return torch._foreach_norm(list(gradients), 2, dtype)
 
 
-def _check_arrival(parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.device != parameter.device:
+def _check_arrival(reference: weakref.ref[Engine], parameter: Tensor) -> None:
+    gradient, engine = parameter.grad, reference()
+    if gradient is None or engine is None:
+        return
+    if engine._task != _NO_TASK and gradient.device != engine.device:
+        raise _two_places()
+    if gradient.device != parameter.device:
         raise UsageError(
             f"a weight of shape {tuple(parameter.shape)} got its gradient when its slice was not on the device",
             hint="does a layer compute partly on the CPU, or use another layer's weight? Use the plain model for it",
         )
+
+
+def _two_places() -> UnsupportedError:
+    return UnsupportedError(
+        "a loss depends on weights of an OffloadModel by its output and also directly, as with a penalty on weights;"
+        " in one backward they would have to be on the device and on the host",
+        hint="let the penalty have a backward of its own: `loss.backward()`, then `penalty.backward()`",
+    )

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.errors import UnsupportedError
 from smpkit.testing import simulated_device
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, slow_updates
 from tests.device.scenarios.steps import broken
@@ -375,6 +376,17 @@ def losses_that_layers_set(*, is_checkpointed: bool) -> None:
 for _checks in (False, True):
     _name = f"OffloadModel, losses that layers set{', checkpointed' * _checks}"
     add(_name, partial(losses_that_layers_set, is_checkpointed=_checks), is_quick=not _checks)
+
+
+def penalised() -> None:
+    """Refuse a backward that leads to weights on the host, where it runs in another thread: here, behind the slices."""
+    model = OffloadModel(make_chain(), DEVICE, num_slices=3)
+    penalty = torch.stack([each.abs().sum() for each in model.parameters()]).sum().to(DEVICE)
+    with pytest.raises(UnsupportedError, match="directly, as with a penalty on weights"):
+        (model(inputs_of(0)).square().mean() + penalty).backward()
+
+
+add("OffloadModel, a penalty before the forward", penalised, is_quick=True)
 
 
 def freed_between_backwards() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,29 @@ def step_in_backward(model: OffloadModel) -> None:
     model(torch.ones(1, 4)).sum().backward()
 
 
+NARROW = torch.ones(1, 4, dtype=torch.bfloat16)
+
+
+def changing() -> OffloadModel:
+    """Return a model whose parameters are of another type on the device, as all are on a GPU."""
+    return wrap(dtype=torch.bfloat16)
+
+
+def penalise(model: OffloadModel) -> None:
+    loss = model(NARROW).sum()
+    (loss + torch.stack([each.abs().sum() for each in model.parameters()]).sum()).backward()
+
+
+def call_in_a_thread(model: OffloadModel) -> None:
+    def call(*_: Any) -> None:
+        handle.remove()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model, NARROW).result()
+
+    handle = next(iter(model.model_slices)).register_forward_hook(call)
+    model(NARROW)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a lazy layer": (
         lambda: wrap(nn.Sequential(nn.LazyLinear(3))),
@@ -99,6 +123,23 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "a backward of slice 1 writes to a weight.*\n.*overlap",
     ),
     "memory of its own": (lambda: move(wrap()), UsageError, r"shape \(4, 4\) has been moved out of its OffloadModel"),
+    "a penalty on weights": (lambda: penalise(changing()), UnsupportedError, "a penalty.*\n.*`penalty.backward\\(\\)`"),
+    "inputs of a backward": (
+        lambda: (model := changing())(NARROW).sum().backward(inputs=[*model.parameters()]),
+        UnsupportedError,
+        "parameters of an OffloadModel are `inputs`",
+    ),
+    "torch.autograd.grad": (
+        lambda: torch.autograd.grad((model := changing())(NARROW).sum(), [*model.parameters()], allow_unused=True),
+        UnsupportedError,
+        "parameters of an OffloadModel are `inputs`",
+    ),
+    "torch.func": (
+        lambda: torch.func.vmap(changing())(NARROW),
+        UnsupportedError,
+        "does not run under torch.func",
+    ),
+    "two threads": (lambda: call_in_a_thread(changing()), UsageError, "while another thread runs its forward"),
     "a call in its backward": (lambda: call_in_backward(wrap()), UsageError, "was called in its own backward"),
     "a copy": (lambda: copy.deepcopy(wrap()), UsageError, "is not copied or pickled"),
     "an average": (lambda: torch.optim.swa_utils.AveragedModel(wrap()), UsageError, "is not copied or pickled"),
@@ -134,6 +175,19 @@ def test_rejects_what_cannot_work(name: str) -> None:
     run, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         run()
+
+
+@pytest.mark.usefixtures("place")
+def test_after_a_refused_forward_the_next_one_runs() -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    model = wrap(nn.Sequential(one, other), dtype=torch.bfloat16)
+    memory = one.weight.data
+    one.weight.data = memory.clone()
+    with pytest.raises(UsageError, match="has been moved out of its OffloadModel"):
+        model(NARROW)
+    one.weight.data = memory
+    model(NARROW)
 
 
 @pytest.mark.usefixtures("place")

@@ -383,6 +383,12 @@ def penalise(network: Any) -> None:
     (network(x(2)).sum() + sum(each.square().sum() for each in network.parameters())).backward()
 
 
+def penalise_apart(network: Any) -> None:
+    back(network)
+    torch.stack([each.square().sum() for each in network.parameters()]).sum().backward()
+    back(network)
+
+
 def change_weights_before_the_step(network: Any) -> None:
     optimizer = optimizer_of(network)
     back(network)
@@ -504,6 +510,7 @@ ROWS = {
         tolerance=0,
     ),
     "a penalty on weights": Row(layers, penalise, tolerance=0),
+    "a penalty with a backward of its own": Row(layers, penalise_apart, tolerance=0),
     "a layer in several places": Row(repeated, back),
     "blocks by path, some of them skipped": Row(
         Skips, skip_in_turn, {"num_slices": 4, "layers": ["first", "others"]}, 0
