@@ -67,7 +67,7 @@ def fit(
     it measures, and when it has chosen.
 
     Args:
-        model: all of it on one device. Turn off its own checkpointing (`gradient_checkpointing_disable()`).
+        model: all of it on one device. Turn off its own checkpointing, and that of a Trainer's arguments.
         device_gib: what everything may take there, weights and optimizer states included; None: 95 % of the device.
         host_gib: for activations on the host; None: three quarters of what is free.
         layers: what is chosen for, instead of the items of lists; none inside another.
@@ -283,6 +283,8 @@ class Fitted:
             self._engine.end_step()
         self._chooser.end_step(had_backward=self._had_backward)
         self._had_backward = False
+        if not self._chooser.num_steps:
+            _refuse_own_checkpoints(self._model)  # a Trainer switches them on after `fit`, TRL's unless told otherwise
         self._chooser.begin_step()
 
     def _run_layer(self, layer: ChosenCheckpoint, original: OriginalCall, args: Any, kwargs: Any) -> Any:
@@ -339,13 +341,19 @@ def _layers(model: nn.Module, chosen: Sequence[nn.Module] | None) -> dict[str, n
             raise UsageError(f"`{name}` contains another of the layers", hint="give layers side by side")
         if ModuleCall.of(layer).checkpointing is not None or ModuleCall.of(model).checkpointing is not None:
             raise UsageError(f"`{name}` of {kind} is checkpointed, or fitted, already", hint="do one of the two")
-    for module, name in names.items():
+    _refuse_own_checkpoints(model)
+    return layers
+
+
+def _refuse_own_checkpoints(model: nn.Module) -> None:
+    """Refuse what Hugging Face's models do inside of a layer's call: it would recompute what was chosen to be kept."""
+    for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
             raise UsageError(
-                f"`{name or kind}` checkpoints its layers itself",
-                hint="call model.gradient_checkpointing_disable() first",
+                f"`{name or type(model).__name__}` checkpoints its layers itself, so `fit` cannot choose for them",
+                hint="call model.gradient_checkpointing_disable(); in a Trainer's arguments, also TRL's, say"
+                " `gradient_checkpointing=False`",
             )
-    return layers
 
 
 def _positive(name: str, value: object) -> float | None:

@@ -32,7 +32,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.units import UnitTree
@@ -129,7 +129,8 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._began: list[str] = []
         """Units whose forwards have begun, in that order."""
         self._running: dict[str, _Running] = {}
-        self._counter, self._kernels = FlopCounterMode(display=False), FusedKernels()
+        self._counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _flops_of_groups})
+        self._kernels = FusedKernels()
         self._counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0, "weight_products": 0}
         """Of all operators, by field of a `UnitCost`."""
         self._live = _LiveBytes()
@@ -190,13 +191,13 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {"flops": self._flops(), "activation_bytes": self._saved.total, **self._counts}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = _run(func, args, kwargs or {})
         if func.namespace == "prim":  # a question about a tensor
             return output
         self._counts["operations"] += 1
         self._live.add(output, func)
         is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-        if not is_view and func.overloadpacket not in flop_registry:
+        if not is_view and func.overloadpacket not in self._counter.flop_registry:
             self._counts["moved_bytes"] += _bytes_of((args, output))
         if not is_view and self._running:  # what fake parameters are made with comes before
             self._note_gradients(tensors_in((args, kwargs)), tensors_in(output))
@@ -263,6 +264,18 @@ class _TrialOffloader(Offloader):
 
     def trial(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
         return self._context(inputs)
+
+
+def _run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator. torch multiplies by experts without data in bfloat16 only; with data it takes any dtype."""
+    if operator is torch.ops.aten._grouped_mm.default and args[0].dim() == 2 and args[1].dim() == 3:
+        return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+    return operator(*args, **kwargs)
+
+
+def _flops_of_groups(rows: Sequence[int], weights: Sequence[int], *_: Any, **__: Any) -> int:
+    """Count the product of each row by one of several weights, which torch's counter does not know."""
+    return 2 * rows[-2] * rows[-1] * weights[-1]
 
 
 @contextlib.contextmanager

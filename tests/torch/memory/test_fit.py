@@ -243,6 +243,14 @@ def test_rejects_what_it_cannot_fit(case: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_trainer_that_switches_on_checkpointing_later_is_refused() -> None:
+    model = Model()
+    smpkit.fit(model, device_gib=1)
+    vars(model).update(gradient_checkpointing=True)
+    with pytest.raises(UsageError, match="checkpoints its layers itself"):
+        model(torch.ones(BATCH, WIDTH))
+
+
 def test_layers_inside_each_other_are_refused() -> None:
     model = Model()
     outer, inner = model.get_submodule("layers.0"), model.get_submodule("layers.0.linear")

@@ -271,6 +271,24 @@ def test_attention_costs_its_products_and_keeps_no_scores() -> None:
     assert cost.activation_bytes == 4 * (values + 3 * values + values + 2 * HEADS * LENGTH)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_cost_a_product_for_each_row(dtype: torch.dtype) -> None:
+    class Experts(nn.Module):  # as transformers 5 calls its mixtures of experts, unless told otherwise
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, WIDTH, 3 * WIDTH, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.arange(1, 5, dtype=torch.int32) * (x.shape[0] // 4)
+            return functional.grouped_mm(x, self.weight, offs=ends)
+
+    x = torch.randn(8 * LENGTH, WIDTH, dtype=dtype, requires_grad=True)
+    (cost,) = costs_of(nn.Sequential(Experts()), x)
+    assert cost.flops == 2 * len(x) * WIDTH * 3 * WIDTH
+    assert cost.weight_products == 1
+    assert 0 <= cost.activation_bytes - x.nbytes <= 32  # and where each expert's rows end
+
+
 def test_replaced_kernels_are_for_tensors_without_data() -> None:
     x, layer = torch.randn(2, HEADS, LENGTH, 8), nn.BatchNorm1d(HEADS)
 
