@@ -11,7 +11,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
-from smpkit.cli.options import complete_run, refuse
+from smpkit.cli.options import refuse
 from smpkit.errors import UsageError
 from smpkit.observe.runs import SUMMARY, Run, find_runs, open_run
 from smpkit.observe.values import read_values
@@ -26,7 +26,7 @@ _OTHER_COLUMNS: Final = 56
 
 
 @click.command()
-@click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)
+@click.argument("name", metavar="[RUN]", required=False)
 @click.argument("others", metavar="", nargs=-1)
 @click.option("-n", "--last", type=click.IntRange(1), default=20, help="Show at most N, the newest (20).")
 @click.option("--json", "as_json", is_flag=True, help="Print the summaries as JSON.")
