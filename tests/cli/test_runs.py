@@ -50,12 +50,6 @@ def test_runs_are_listed_with_how_they_ended_and_what_they_reached(runs: list[Ru
     assert plain[0]["values"] == {"loss": 1.0, "norm": "NaN"}  # JSON has no such number
 
 
-def test_the_comparison_of_two_is_a_report(runs: list[Run], smpkit: Smpkit) -> None:
-    done = smpkit("runs", runs[0].label, "gpt")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert f"`smpkit report {runs[0].label} gpt` compares two" in done.stderr
-
-
 def test_of_a_long_reason_the_class_of_the_error_is_seen(runs: list[Run], smpkit: Smpkit) -> None:
     """`failed: smpkit.errors.R…` told nothing."""
     reason = "failed: smpkit.errors.RemoteError: rank 1 has ended and more than a line can hold"
