@@ -264,9 +264,7 @@ def test_json_that_cannot_be_read_says_where() -> None:
     assert problems({}, '{"microbatches": four}') == ["SM_HP_MP_PARAMETERS:1:18: is not JSON: expecting value"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "3", "null", '{"a": NaN}', '{"ddp": true, "ddp": false}', '{"a": "\\ud800"}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "3", "null", '{"a": NaN}', '{"ddp": true, "ddp": false}'])
 def test_an_environment_that_is_no_plain_object_is_refused(text: str) -> None:
     assert problems({}, text)
 
