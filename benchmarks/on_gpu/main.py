@@ -37,7 +37,7 @@ _MARK: Final = "GPU_PART"
 """A variable that a part's processes inherit, by which they are found wherever they have gone."""
 _NEEDED: Final = [
     *("torch", "numpy", "transformers", "accelerate", "hypothesis", "pytest", "pytest_timeout", "xdist"),
-    *("click", "cloudpickle", "jinja2", "pathspec", "pydantic", "yaml", "rich", "ruamel.yaml", "safetensors", "tqdm"),
+    *("click", "cloudpickle", "jinja2", "pathspec", "pydantic", "yaml", "ruamel.yaml", "safetensors", "tqdm"),
 ]
 """Modules without which most parts cannot start."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.plan.decide import Plan, decide
-from smpkit.plan.memory import ModelFacts
 from smpkit.plan.mesh import CommGroup
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.schedule.draw import draw
@@ -28,7 +26,7 @@ from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.plan.speed import Speed
 from smpkit.plan.svg import Drawing, svg
 from smpkit.plan.tune.chain import Choice
-from smpkit.plan.tune.features import Feature, automatic, features, peak_of, remedy, step_of
+from smpkit.plan.tune.features import Feature, automatic, features, remedy
 from smpkit.units import amount, magnitude, seconds, things
 
 _GIB: Final = 2**30
@@ -39,41 +37,26 @@ _INDENT: Final = " " * len("schedule  ")
 
 
 def run(
-    files: Sequence[Path],
+    file: Path | None,
     degrees: dict[str, Any],
     *,
     overrides: Sequence[Override],
-    sweeps: Sequence[str],
     svg: Path | None,
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Plan, print it, and return the exit code: 1 if nothing fits; arguments as of the command."""
+    """Plan, print it, and return the exit code: 1 if it does not fit; arguments as of the command."""
     asked = Asked(**options)
-    if sweeps and not files:
-        raise UsageError("`--sweep` changes settings of a file, and none is given", hint="name a job file")
-    if len(files) > 1 or sweeps:
-        rows = list(_rows_of(files, sweeps, overrides, asked))
-        plain: Any = _several_as_plain(rows)
-        lines = _several(rows)
-        plans = {row.name: row.planned for row in rows if row.planned is not None}
-    else:
-        world = world_of(files[0], [*overrides, *asked.sizes]) if files else _world_of_degrees(degrees, overrides)
-        [planned] = _plans_of([world], asked)
-        if isinstance(planned, ConfigError):
-            raise planned
-        plain, lines, plans = as_plain(planned), _report(planned), {"": planned}
+    world = _world_of_degrees(degrees, overrides) if file is None else world_of(file, [*overrides, *asked.sizes])
+    planned = _planned(_sized(world, asked), asked)
     if as_json:
-        click.echo(json.dumps(plain, indent=2))
+        click.echo(json.dumps(as_plain(planned), indent=2))
     else:
-        click.echo("\n".join(lines))
-        if "" in plans:
-            _advise(plans[""])
-    if not plans:
-        raise UsageError("no plan is left", hint="the table says why each is refused")
+        click.echo("\n".join(_report(planned)))
+        _advise(planned)
     if svg is not None:
-        _draw(svg, plans)
-    return int(not any(each.all_fit for each in plans.values()))
+        _draw(svg, planned)
+    return int(not planned.all_fit)
 
 
 def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[Override]) -> World:
@@ -89,13 +72,10 @@ def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[Override]) ->
 
 # --- what is planned -------------------------------------------------------------------------------------------------
 
-_MOST_PLANS: Final = 64
-"""Of a sweep: more are for `smpkit tune`."""
-
 
 @dataclass(frozen=True)
 class Asked:
-    """The options that hold for each plan."""
+    """The options beside those of a file."""
 
     model: str | None
     ranks: int | None
@@ -145,55 +125,27 @@ class Planned:
         return all(map(self.fits, range(len(self.plan.memory))))
 
 
-@dataclass(frozen=True)
-class Row:
-    """One of several plans."""
-
-    name: str
-    values: Mapping[str, str]
-    """What it differs in."""
-    planned: Planned | None
-    refusal: str = ""
-    """Why there is none."""
-
-    @property
-    def seconds(self) -> float | None:
-        """Of the simulated step, for each sample: with fewer replicas a step has fewer; None without a traced model."""
-        plan = None if self.planned is None else self.planned.plan
-        if plan is None or plan.model is None or not plan.model.traced:
-            return None
-        samples = plan.model.samples * plan.mesh.rdp_size * plan.timeline.schedule.num_microbatches
-        return step_of(plan) / samples if samples else None
-
-
-def _plans_of(worlds: Sequence[World | ConfigError], asked: Asked) -> list[Planned | ConfigError]:
-    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
-    sized = [world if isinstance(world, ConfigError) else _sized(world, asked) for world in worlds]
-    forms = {_form(world): world for world in sized if isinstance(world, World)}
-    models = _described(forms, asked.model) if asked.model else {}
-    return [each if isinstance(each, ConfigError) else _plan(each, asked, models.get(_form(each))) for each in sized]
-
-
-def _sized(world: World, asked: Asked) -> World | ConfigError:
+def _sized(world: World, asked: Asked) -> World:
     """Return a world with all its ranks and hosts; by default the fewest ranks that hold one model."""
     hosts = asked.hosts or world.hosts
     needed = world.parameters.pipeline_parallel_degree * world.parameters.tensor_parallel_degree
     ranks = asked.ranks or hosts * (world.per_host or -(-needed // hosts))
+    problems = world.parameters.world_problems(ranks)
     if ranks % hosts:
         message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
-        return ConfigError([Problem((), message, "change --ranks or --hosts")], subject="plan")
-    problems = world.parameters.world_problems(ranks)
-    return ConfigError(problems, subject="plan") if problems else replace(world, hosts=hosts, ranks=ranks)
+        problems = [Problem((), message, "change --ranks or --hosts")]
+    if problems:
+        raise ConfigError(problems, subject="plan")
+    return replace(world, hosts=hosts, ranks=ranks)
 
 
-def _plan(world: World, asked: Asked, model: ModelFacts | None) -> Planned | ConfigError:
+def _planned(world: World, asked: Asked) -> Planned:
+    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
     config, ranks, speed = world.parameters, world.ranks, asked.speed
-    if model is None:
+    if asked.model is None:
         return Planned(world, decide(config, ranks))
-    try:
-        plan = decide(config, ranks, model, speed, asked.optimizer)
-    except ConfigError as error:
-        return error
+    [model] = describe(asked.model, world.folder, [config], ranks)
+    plan = decide(config, ranks, model, speed, asked.optimizer)
     if not model.traced:
         return Planned(world, plan, asked)
     known = tuple(features(config, ranks, model, speed, asked.optimizer, plan))
@@ -201,77 +153,6 @@ def _plan(world: World, asked: Asked, model: ModelFacts | None) -> Planned | Con
     if limit_gib is not None:
         choices = automatic(config, model, plan, speed, limit_gib * _GIB, on_host=world.computes_on_host)
     return Planned(world, plan, asked, known, choices)
-
-
-def _form(world: World) -> tuple[Any, ...]:
-    """Return a key that worlds share whose models look alike; those of one process share its first part."""
-    config = world.parameters
-    cut = (config.pipeline_parallel_degree, config.virtual_pipeline_degree)
-    group = (world.folder, world.ranks, () if config.auto_partition else cut)
-    kinds = (config.bf16, config.fp16, config.prescaled_batch, config.optimize, config.tensor_parallel_degree)
-    return group, cut, config.memory_weight, kinds, config.sharded_data_parallel_degree > 1
-
-
-def _described(forms: Mapping[tuple[Any, ...], World], target: str) -> dict[tuple[Any, ...], ModelFacts]:
-    """Describe the model in each form, by one process for each group: it imports the user's module and torch."""
-    models: dict[tuple[Any, ...], ModelFacts] = {}
-    for group in dict.fromkeys(form[0] for form in forms):
-        members = [form for form in forms if form[0] == group]
-        configs = [forms[form].parameters for form in members]
-        models.update(zip(members, describe(target, group[0], configs, group[1]), strict=True))
-    return models
-
-
-def _rows_of(
-    files: Sequence[Path], sweeps: Sequence[str], overrides: Sequence[Override], asked: Asked
-) -> Iterator[Row]:
-    """Plan each file with each combination of values; those that the schema refuses are rows with the reason."""
-    axes = [[(key, value) for value in values] for key, values in map(_axis, sweeps)]
-    combinations = list(itertools.product(files, itertools.product(*axes)))
-    if len(combinations) > _MOST_PLANS:
-        raise UsageError(f"the sweep has {len(combinations)} plans, more than {_MOST_PLANS}", hint="use `smpkit tune`")
-    parameters = set(ModelParallelConfig.keys())
-    worlds: list[World | ConfigError] = []
-    for file, changes in combinations:
-        settings = [("-p" if key in parameters else "--set", f"{key}={value}") for key, value in changes]
-        try:
-            worlds.append(world_of(file, [*overrides, *settings, *asked.sizes]))
-        except ConfigError as error:
-            if not changes:  # a file that is wrong as it is says all that is wrong
-                raise
-            worlds.append(error)
-    for (file, changes), planned in zip(combinations, _plans_of(worlds, asked), strict=True):
-        changed = (f"{key.rpartition('.')[2]} {value}" for key, value in changes)
-        name = ", ".join([*[str(file)] * (len(files) > 1), *changed])
-        if isinstance(planned, ConfigError):
-            problem = planned.problems[0]
-            yield Row(name, dict(changes), None, f"{problem.where} {problem.message}".strip())
-        else:
-            yield Row(name, dict(changes), planned)
-
-
-def _axis(sweep: str) -> tuple[str, list[str]]:
-    """Read `KEY=V1,V2`."""
-    key, _, text = sweep.partition("=")
-    values = [value.strip() for value in text.split(",") if value.strip()]
-    if not key.strip() or not values:
-        raise UsageError(f"`--sweep {printable(sweep)}` has no values", hint="write `--sweep microbatches=4,8,16`")
-    return key.strip(), values
-
-
-def _best_of(rows: Sequence[Row]) -> Row | None:
-    """Return the fastest that fits; without a model the one with the smallest bubble, of several the shallowest.
-
-    None where there is no choice, or where the plans are for different numbers of ranks.
-    """
-    able = [(row, row.planned) for row in rows if row.planned is not None and row.planned.all_fit]
-
-    def order(pair: tuple[Row, Planned]) -> tuple[float, float, int]:
-        timeline = pair[1].plan.timeline
-        return pair[0].seconds or 0.0, timeline.bubble, max(timeline.peak_live_microbatches)
-
-    is_choice = len(able) > 1 and len({planned.ranks for _, planned in able}) == 1
-    return min(able, key=order)[0] if is_choice else None
 
 
 # --- for programs -----------------------------------------------------------------------------------------------------
@@ -320,64 +201,7 @@ def as_plain(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _several_as_plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    best = _best_of(rows)
-    return [
-        {
-            "name": row.name,
-            "values": row.values,
-            "best": row is best,
-            "seconds_per_sample": row.seconds,
-            "refusal": row.refusal or None,
-            "plan": None if row.planned is None else as_plain(row.planned),
-        }
-        for row in rows
-    ]
-
-
-# --- as a picture -----------------------------------------------------------------------------------------------------
-
-
-def _draw(path: Path, plans: Mapping[str, Planned]) -> None:
-    drawings = []
-    for name, planned in plans.items():
-        timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
-        title = f"{schedule.name}, {things(schedule.num_microbatches, 'microbatch')}, bubble {timeline.bubble:.1%}"
-        drawings.append(Drawing(f"{name}: {title}" if name else title, timeline))
-    write_file(path, svg(drawings), "picture")
-    _console.current().note(f"picture: {path}")
-
-
 # --- in words and tables ----------------------------------------------------------------------------------------------
-
-
-def _several(rows: Sequence[Row]) -> Iterator[str]:
-    best = _best_of(rows)
-    plans = [row.planned for row in rows if row.planned is not None]
-    has_model = any(each.plan.memory for each in plans)
-    has_limit = has_model and any(each.limit_gib is not None for each in plans)
-    timed = any(row.seconds is not None for row in rows)
-    head = ["", "pp×tp×dp", "microbatches", "schedule", "bubble", "live"]
-    head += ["per sample"] * timed + ["fullest rank"] * has_model + ["fits"] * has_limit
-    lines = [head]
-    for row in rows:
-        name = f"{row.name}{' (best)' if row is best else ''}"
-        if row.planned is None:
-            lines.append([name, *[""] * (len(head) - 1)])
-            continue
-        mesh, timeline = row.planned.plan.mesh, row.planned.plan.timeline
-        cells = [f"{mesh.pp_size}×{mesh.tp_size}×{mesh.rdp_size}", str(timeline.schedule.num_microbatches)]
-        cells += [timeline.schedule.name, f"{timeline.bubble:.1%}", str(max(timeline.peak_live_microbatches))]
-        if timed:
-            cells.append("" if row.seconds is None else seconds(row.seconds))
-        if has_model:
-            cells.append(amount(peak_of(row.planned.plan)))
-        cells += ["yes" if row.planned.all_fit else "no"] * has_limit
-        lines.append([name, *cells])
-    yield from table(lines, width())
-    for row in rows:
-        if row.planned is None:
-            yield f"{row.name}: refused: {row.refusal}"
 
 
 def _report(planned: Planned) -> Iterator[str]:
@@ -525,6 +349,13 @@ def _features(known: Sequence[Feature]) -> Iterator[str]:
         host = f"+{amount(each.host_bytes)}" if each.host_bytes else ""
         rows.append([f"{each.setting}{' (on)' * each.is_on}", amount(each.saved_bytes), host, f"{each.cost:+.1%}"])
     yield from table(rows, width())
+
+
+def _draw(path: Path, planned: Planned) -> None:
+    timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
+    title = f"{schedule.name}, {things(schedule.num_microbatches, 'microbatch')}, bubble {timeline.bubble:.1%}"
+    write_file(path, svg([Drawing(title, timeline)]), "picture")
+    _console.current().note(f"picture: {path}")
 
 
 # --- what to change ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from smpkit.cli.options import read_job
 from smpkit.config.confidential import hide_in_line, masked
 from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
-from smpkit.config.load import LoadedJob, Override, is_script
+from smpkit.config.load import LoadedJob, Override
 from smpkit.config.scheduled import STOPPED
 from smpkit.config.words import coloured, duration
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
@@ -61,7 +61,6 @@ def run_job(
     arguments: Sequence[str],
     *,
     ranks: int | None,
-    save_job: bool,
     events: bool,
     profile_steps: str | None,
     debugged: int | None,
@@ -77,8 +76,6 @@ def run_job(
     if ranks is not None:
         overrides = [*overrides, ("--ranks", str(ranks))]
     job = read_job(file, overrides, script=True)
-    if save_job:
-        _save_job(job, arguments)
     if profile_steps is not None:
         job = _profiled(job, profile_steps)
     if docker:
@@ -98,23 +95,6 @@ def _refuse_allocation(job: JobConfig) -> None:
         " uses them, and so does `smpkit submit --backend slurm`"
     )
     raise UsageError(f"`smpkit run` uses one machine, and this is an allocation of {nodes} nodes", hint=hint)
-
-
-def _save_job(job: LoadedJob, arguments: Sequence[str]) -> None:
-    """Write the job file of a script beside it."""
-    place = job.folder / "job.yaml"
-    if not is_script(job.path):
-        raise UsageError("`--save-job` is for a script, and this is a job file")
-    if arguments:
-        raise UsageError(
-            "`--save-job` does not take arguments after `--`: a job file has hyperparameters instead",
-            hint="give each as `-H name=value`, which the script gets as `--name value`",
-        )
-    if place.exists():
-        raise UsageError(f"`{_shown(place)}` is there already", hint="run without `--save-job`, or move it")
-    head = [f"`smpkit run` of this file does the same as: {_command(job)}"]
-    write_file(place, _as_yaml(head, _content(job)), "job file")
-    _console.current().note(f"wrote {_shown(place)}")
 
 
 def _profiled(job: LoadedJob, steps: str) -> LoadedJob:
@@ -304,9 +284,11 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int) -> Run:
     now = datetime.now().astimezone()
     run = make_run(job.folder, job.config.name, now)
     place = os.path.relpath(job.folder.absolute(), run.path.absolute())
-    content = {name: masked(name, value) for name, value in _content(job).items()}
-    head = [f"As it ran: {_command(job)}", f"Paths are relative to {place}."]
-    write_file(run.path / JOB, _as_yaml(head, content), "job of the run")
+    options = [f"{flag} {shlex.quote(value)}" for flag, value in job.overrides]
+    command = hide_in_line(" ".join(["smpkit run", str(job.path), *options]))
+    content = masked("", job.config.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    head = f"# As it ran: {command}\n# Paths are relative to {place}.\n"
+    write_file(run.path / JOB, head + as_yaml(content), "job of the run")
     # Of the file its name only: who gets a report of this need not know the folders here.
     settings = [
         (".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name))
@@ -349,19 +331,6 @@ def _shown(path: Path) -> str:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def _content(job: LoadedJob) -> dict[str, Any]:
-    return job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-
-
-def _as_yaml(head: Sequence[str], content: dict[str, Any]) -> str:
-    return "".join(f"# {line}\n" for line in head) + as_yaml(content)
-
-
-def _command(job: LoadedJob) -> str:
-    options = [f"{flag} {shlex.quote(value)}" for flag, value in job.overrides]
-    return hide_in_line(" ".join(["smpkit run", str(job.path), *options]))
 
 
 def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:

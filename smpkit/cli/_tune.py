@@ -23,7 +23,7 @@ from smpkit.plan.tune.calibration import differences, read_calibration, this_mac
 from smpkit.plan.tune.features import peak_of
 from smpkit.plan.tune.instances import INSTANCES
 from smpkit.plan.tune.machine import Machine, from_calibration, published, with_memory
-from smpkit.plan.tune.predict import Job, Prediction, RuledOut, half_of, usable_bytes
+from smpkit.plan.tune.predict import Job, Prediction, RuledOut, usable_bytes
 from smpkit.plan.tune.search import SearchResult, search
 from smpkit.units import amount, seconds, things
 
@@ -65,7 +65,7 @@ def run(
         facts = _spread(facts, ranks, hosts)
     models = _models(world, options["model"], facts, ranks)
     samples = options["batch"] or _samples(world.parameters, models, ranks)
-    job = Job(models, facts, ranks, samples, optimizer, half_of(world.parameters))
+    job = Job(models, facts, ranks, samples, optimizer)
     if not world.parameters.auto_partition:
         _console.current().warn("places by hand are for one pipeline degree; others are searched, cut automatically")
     given = world.parameters.given()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options, complete_run, length, refuse
+from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options, length, refuse
 from smpkit.cli.status import show_end
 from smpkit.config.words import coloured
 from smpkit.errors import SmpkitError, UsageError
@@ -36,7 +36,7 @@ _POLL_SECONDS: Final = 0.3
 
 
 @click.command()
-@click.argument("job", metavar="[JOB|RUN]", required=False, shell_complete=complete_run)
+@click.argument("job", metavar="[JOB|RUN]", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over. Ctrl-C never stops the job.")
 @click.option("--tail", type=click.IntRange(0), metavar="N", help="Begin with the last N lines of each host.")
 @click.option("--since", type=length, metavar="LENGTH", help="Only lines of the last `90s`, `10m`, `2h`, `1d`.")

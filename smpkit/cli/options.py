@@ -1,4 +1,4 @@
-"""Options that several commands share, each with one meaning: of a job file, of a back end, lengths of time, runs.
+"""Options that several commands share, each with one meaning: of a job file, of a back end, lengths of time.
 
 `refuse` is for those that a command cannot use as it is called.
 
@@ -26,11 +26,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from smpkit.cli import _console
 from smpkit.errors import UsageError
-from smpkit.observe.runs import find_runs
 
 if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
@@ -150,20 +148,12 @@ def backend_options(function: _Function) -> _Function:
     options = (
         click.option("--profile", metavar="NAME", help="AWS profile, or context of the kubeconfig."),
         click.option("--region", metavar="NAME", help="AWS region, or namespace of Kubernetes."),
-        click.option(
-            "--backend", metavar="NAME", envvar="SMPKIT_BACKEND", shell_complete=_complete_backend, help=known
-        ),
+        click.option("--backend", metavar="NAME", envvar="SMPKIT_BACKEND", help=known),
     )
     return with_options(command, *options)  # type: ignore[return-value]
 
 
-def _complete_backend(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    from smpkit_estimator.backend import known_backends
-
-    return [CompletionItem(name) for name in known_backends() if name.startswith(incomplete)]
-
-
-# ---- lengths of time, and runs ---------------------------------------------------------------------------------------
+# ---- lengths of time -------------------------------------------------------------------------------------------------
 
 _LONGEST: Final = timedelta(days=36_500)
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -189,11 +179,6 @@ def seconds(value: str) -> float:
     if not 0 < number <= _LONGEST.total_seconds():
         raise click.BadParameter(f"`{value}` is not a number of seconds above 0 and up to {_LONGEST.days:,} days")
     return number
-
-
-def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """Complete the name of a run, the newest first."""
-    return [CompletionItem(run.label) for run in reversed(find_runs(Path.cwd())) if run.label.startswith(incomplete)]
 
 
 def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:

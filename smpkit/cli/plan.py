@@ -16,7 +16,7 @@ _RATE: Final = click.FloatRange(0, min_open=True)
 
 
 @click.command()
-@click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path), required=False)
 @override_options
 @click.option("--pipeline-parallel-degree", "--pp", type=int, help="Without FILE: ranks that a model is cut over.")
 @click.option("--tensor-parallel-degree", "--tp", type=int, help="Without FILE: ranks that layers are split over.")
@@ -25,26 +25,22 @@ _RATE: Final = click.FloatRange(0, min_open=True)
 @click.option("--hosts", type=click.IntRange(1), help="Number of hosts. Default: what FILE says, or 1.")
 @click.option("--model", metavar="MODULE:FACTORY", help="What returns the model: also plan its parts and memory.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="Whose states count (adamw).")
-@click.option("--memory-gib", type=_RATE, help="Memory of one rank's device: fail if no plan fits.")
+@click.option("--memory-gib", type=_RATE, help="Memory of one rank's device: fail if the plan does not fit.")
 @click.option("--tflops", type=_RATE, default=150.0, help="What a device reaches in training, TFLOP/s (150).")
 @click.option("--link-gbs", type=_RATE, default=25.0, help="Its link with the host, GB/s each way (25).")
-@click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2,...", help="Plan FILE with each of these values.")
 @click.option("--svg", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the schedule as an SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(files: tuple[Path, ...], **options: Any) -> int:
+def plan(file: Path | None, **options: Any) -> int:
     """Show what a job would do: ranks, schedule, parts, memory.
 
-    FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options, and several files
-    are compared. Nothing is started and no GPU is needed. The schedule is the one that training follows.
+    FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options. Nothing is started
+    and no GPU is needed. The schedule is the one that training follows.
 
     MODULE:FACTORY is imported from the job's `source_dir`, or the current folder. It returns a torch.nn.Module, or a
     pair of it and the arguments for one microbatch; then compute, activations and the values that travel between stages
     are known too. Its tensors have no data, so a model that fits no machine can be planned.
-
-    KEY of `--sweep` is a parameter such as `microbatches`, or the path of any setting (`compute.instance_count`);
-    repeat it to try all combinations.
     """
-    if files:
+    if file is not None:
         refuse(_DEGREES, "beside a file", "change a setting of it with `--set`")
     if not options["model"]:
         hint = "name what returns the model with `--model MODULE:FACTORY`"
@@ -52,4 +48,4 @@ def plan(files: tuple[Path, ...], **options: Any) -> int:
     from smpkit.cli._plan import run
 
     degrees = {name: value for name in _DEGREES if (value := options.pop(name)) is not None}
-    return run(files, degrees, **options)
+    return run(file, degrees, **options)

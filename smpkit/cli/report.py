@@ -12,13 +12,13 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import write_file
-from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options, complete_run, refuse
+from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options, refuse
 from smpkit.observe.runs import Run, find_runs, open_run
 
 
 @click.command()
-@click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.argument("other", metavar="[RUN2]", required=False, shell_complete=complete_run)
+@click.argument("name", metavar="[RUN]", required=False)
+@click.argument("other", metavar="[RUN2]", required=False)
 @click.option(
     "-o",
     "--output",

@@ -7,13 +7,6 @@ import click
 from smpkit.cli._start import start, start_options
 from smpkit.cli.options import BackendChoice, backend_options
 from smpkit.cli.status import newest_checkpoint
-from smpkit.errors import UsageError
-
-
-def _refuse_elsewhere(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        message = "a job goes on with other settings, or elsewhere, from a job file"
-        raise UsageError(message, hint="`smpkit submit job.yaml --set checkpoints=PLACE`, the place that both see")
 
 
 @click.command()
@@ -22,7 +15,6 @@ def _refuse_elsewhere(_context: click.Context, _option: click.Parameter, value: 
 @click.option("--instance-count", type=click.IntRange(1), help="Use this many hosts instead.")
 @click.option("--instance-type", metavar="TYPE", help="Another kind of machine.")
 @click.option("--max-run-seconds", type=click.IntRange(1), help="Another limit for the running time.")
-@click.option("--with", "--to", "--set", hidden=True, expose_value=False, callback=_refuse_elsewhere)
 @start_options
 @backend_options
 def resume(

@@ -20,7 +20,6 @@ _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch",
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--ranks", type=click.IntRange(1), metavar="N", help="Start N ranks, on all hosts together.")
-@click.option("--save-job", is_flag=True, help="For a script: also write the job file that does the same.")
 @click.option("--events", is_flag=True, help="Record every step for `smpkit timeline`. Default: a sample of them.")
 @click.option(
     "--profile-steps",

@@ -11,8 +11,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
-from smpkit.cli.options import complete_run, refuse
-from smpkit.errors import UsageError
+from smpkit.cli.options import refuse
 from smpkit.observe.runs import SUMMARY, Run, find_runs, open_run
 from smpkit.observe.values import read_values
 from smpkit.units import amount, count
@@ -26,19 +25,16 @@ _OTHER_COLUMNS: Final = 56
 
 
 @click.command()
-@click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@click.argument("others", metavar="", nargs=-1)
+@click.argument("name", metavar="[RUN]", required=False)
 @click.option("-n", "--last", type=click.IntRange(1), default=20, help="Show at most N, the newest (20).")
 @click.option("--json", "as_json", is_flag=True, help="Print the summaries as JSON.")
-def runs(name: str | None, others: tuple[str, ...], last: int, as_json: bool) -> None:
+def runs(name: str | None, last: int, as_json: bool) -> None:
     """List the runs below this folder, or show how one ended.
 
     Without RUN it lists what is in `runs` here and up to two folders below, the newest last. RUN is a run's name, its
     folder, or a job's name for the last one of it: of that it prints the block that the run ended with. `smpkit report`
     compares two.
     """
-    if others:
-        raise UsageError("`smpkit runs` shows one run", hint=f"`smpkit report {name} {others[0]}` compares two")
     if name is not None:
         refuse(("last",), "beside the name of a run", "remove one of them")
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -20,16 +17,13 @@ from smpkit.errors import UnsupportedError
 from smpkit.units import things
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from smpkit_estimator.backend import Clock
     from smpkit_estimator.job import Job
     from smpkit_estimator.status import JobStatus
 
 
 @click.command()
 @click.argument("job")
-@click.option("-w", "--watch", is_flag=True, help="Keep the state up to date until the job is over.")
+@click.option("-w", "--watch", is_flag=True, help="Show each phase until the job is over.")
 @click.option("--json", "as_json", is_flag=True, help="Print the state as JSON; with --watch one line for each phase.")
 @backend_options
 def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
@@ -37,15 +31,14 @@ def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
 
     Phase, time and billable time so far; after a failure the first failing rank's exception.
 
-    --watch repaints it in place on a terminal; elsewhere each phase is a line. Then the exit code is 0 if the job
-    completed, and 1 if it failed or was stopped.
+    With --watch each phase is a line until the job is over, and then the exit code is 0 if the job completed, and 1 if
+    it failed or was stopped.
     """
     from smpkit_estimator.job import Job
 
-    backend = chosen.open()
-    handle = Job(job, backend)
+    handle = Job(job, chosen.open())
     try:
-        state = _watched(handle, backend.clock, as_json) if watch else handle.status()
+        state = handle.wait(on_change=_print_json if as_json else _say_phase) if watch else handle.status()
     except KeyboardInterrupt:
         _console.current().note(f"\n`{job}` goes on; `smpkit stop {job}` stops it")
         return 130
@@ -75,6 +68,15 @@ def wait_for_job(job: Job) -> int:
         return 130
 
 
+def _say_phase(state: JobStatus) -> None:
+    if not state.over:
+        _console.current().note(f"{duration(state.seconds):>9}  {state.phase}: {printable(state.message)}")
+
+
+def _print_json(state: JobStatus) -> None:
+    click.echo(_as_json(state))
+
+
 def show_end(state: JobStatus) -> int:
     """Say how a job ended and what to do next; return the exit code."""
     console = _console.current()
@@ -85,62 +87,6 @@ def show_end(state: JobStatus) -> int:
     elif state.succeeded:
         console.note(f"{duration(state.billable_so_far)} billable for each of {state.instance_count} instances")
     return 0 if state.succeeded else 1
-
-
-# ---- watching --------------------------------------------------------------------------------------------------------
-
-
-def _watched(job: Job, clock: Clock, as_json: bool) -> JobStatus:
-    """Show the state until the job is over, and return how it ended."""
-    if as_json:
-        return job.wait(on_change=lambda state: click.echo(_as_json(state)))
-    return _repainted(job, clock) if can_repaint() else job.wait(on_change=_say_phase)
-
-
-def _say_phase(state: JobStatus) -> None:
-    if not state.over:
-        _console.current().note(f"{duration(state.seconds):>9}  {state.phase}: {state.message}")
-
-
-def _repainted(job: Job, clock: Clock) -> JobStatus:
-    """Repaint the state in place; between two requests its elapsed times are counted on here."""
-    latest = job.status()
-
-    def changed(state: JobStatus) -> None:
-        nonlocal latest
-        latest = state
-
-    def lines() -> Iterator[str]:
-        yield from _lines(replace(latest, seen=clock.now()))
-        if latest.message and not latest.over:
-            yield f"now         {printable(latest.message)}"
-
-    with live(lines):
-        return job.wait(on_change=changed)
-
-
-def can_repaint() -> bool:
-    """Tell whether stdout is a terminal with cursor control, and the user has not switched colours or animation off."""
-    unwanted = os.environ.get("NO_COLOR") or os.environ.get("SMPKIT_NO_PROGRESS")
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not unwanted
-
-
-@contextmanager
-def live(lines: Callable[[], Iterable[str]], console: Console | None = None) -> Iterator[None]:
-    """Show what `lines` returns, asked again each second, until the block ends; then take it off the screen.
-
-    Lines may have colours. Long ones are wrapped, so that a narrow terminal is repainted as well.
-    """
-    import rich.console
-    import rich.live
-    import rich.text
-
-    def frame() -> rich.text.Text:
-        return rich.text.Text.from_ansi("\n".join(lines()))
-
-    shown = console or rich.console.Console(file=sys.stdout)
-    with rich.live.Live(get_renderable=frame, console=shown, refresh_per_second=1, transient=True):
-        yield
 
 
 # ---- a state in words, and as JSON -----------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width, write_file
-from smpkit.cli.options import complete_run
 from smpkit.config.words import printable
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.observe.runs import open_run
@@ -25,7 +24,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
-@click.argument("name", metavar="[RUN]", required=False, shell_complete=complete_run)
+@click.argument("name", metavar="[RUN]", required=False)
 @click.option("--step", "number", type=int, help="Which step, from 0. Default: the last that trains.")
 @click.option("--pipeline", "pipeline", type=int, default=0, help="Which replica of the pipeline, from 0. Default: 0.")
 @click.option("--json", "as_json", is_flag=True, help="Print the step as JSON, times in seconds.")

@@ -149,7 +149,6 @@ def similar(path: Path) -> str | None:
 
 def literal(text: str, name: str) -> Document:
     """Return the text itself, for values that are always text."""
-    _check_characters(text, name)
     return Document(name, text)
 
 
@@ -160,7 +159,6 @@ def parse(text: str, name: str, *, is_json: bool = False) -> Document:
     document = _read_yaml(text.replace("\t", " ") if is_json else text, name)
     if is_json:
         document.value, document.text = value, text
-    _check_characters(document.value, name)
     return document
 
 
@@ -186,16 +184,7 @@ def strict_json(text: str, name: str, *, is_file: bool = False) -> Any:
         refuse(name, f"is nested more than {_MAX_DEPTH} levels deep")
     except ValueError as error:  # a name that is written twice, NaN, or a number of more digits than Python reads
         refuse(name, f"is not JSON: {str(error).split(';')[0]}")
-    _check_characters(value, name)
     return value
-
-
-def _check_characters(value: Any, name: str) -> None:
-    """Refuse lone surrogates: an escape sequence can spell them, but they cannot be written to a file or terminal."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        refuse(name, "has text with half a character", "an escape such as `\\ud800` stands for half of one")
 
 
 def _read_yaml(text: str, name: str) -> Document:

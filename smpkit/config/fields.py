@@ -17,8 +17,6 @@ JOB_NAME = r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 
 _Refusal = str | tuple[str, str | None] | None
 _EXAMPLE = "for example `s3://bucket/folder`"
-_MAX_NAME_BYTES = 255
-"""The longest name of a file or folder on the usual file systems; asking for a longer one is an error of its own."""
 _MAX_VARIABLE_BYTES = 120_000
 """A little less than the 128 KiB of one variable on Linux: other facts of the job share it with hyperparameters."""
 
@@ -42,15 +40,9 @@ def _script(value: str) -> _Refusal:
     if path.is_absolute() or ".." in path.parts:
         hint = f"write `{path.name}` here, and its folder in `source_dir`, which is relative to the job file"
         return f"must be a path inside source_dir, got {quoted(value)}", hint
-    if _has_long_name(value):
-        return f"must be a path, and a name has at most {_MAX_NAME_BYTES} bytes, got {quoted(value)}"
     if path.suffix not in (".py", ".sh") or not value.isprintable():
         return f"must be a Python script (`.py`) or a shell script (`.sh`), got {quoted(value)}"
     return None
-
-
-def _has_long_name(path: str) -> bool:
-    return any(len(name.encode()) > _MAX_NAME_BYTES for name in path.split("/"))
 
 
 def _location(value: str) -> _Refusal:
@@ -62,8 +54,7 @@ def _location(value: str) -> _Refusal:
     if value.startswith("~"):
         return f"must be a folder or an S3 URI, and only a shell replaces `~`, {got}", "write the path from `/`"
     if "://" not in value:
-        long = f"must be a folder or an S3 URI, and a name has at most {_MAX_NAME_BYTES} bytes, {got}"
-        return long if _has_long_name(value) else None
+        return None
     if not value.startswith("s3://"):
         return f"must be a folder or an S3 URI, {got}", _EXAMPLE
     bucket = value.removeprefix("s3://").partition("/")[0]
@@ -100,12 +91,6 @@ Role = Annotated[str, matching(_ROLE, "must be an IAM role, by name or ARN", "`a
 Word = Annotated[str, matching(r"\S{1,255}", "must have 1 to 255 characters and no blanks")]
 
 
-def _without_nul(value: object) -> _Refusal:
-    if isinstance(value, str) and "\0" in value:
-        return "holds a NUL character, which cannot be passed to a process", "remove it"
-    return None
-
-
 def _too_long(value: object) -> _Refusal:
     # Linux starts no program with a longer text among its variables; SM_TRAINING_ENV has hyperparameters twice.
     size = len(json.dumps(value))
@@ -122,14 +107,12 @@ def _hyperparameter(name: str) -> _Refusal:
     if name.startswith("sagemaker_") or name == "mp_parameters":
         hint = "use `distribution`" if name == "mp_parameters" else "choose another name"
         return "is a name that SageMaker keeps for itself", hint
-    return _without_nul(name)
+    return None
 
 
 _VARIABLE = "a variable's name must have at most 512 letters, digits and underscores, and not start with a digit"
 VariableName = Annotated[str, matching("[a-zA-Z_][a-zA-Z0-9_]{0,511}", _VARIABLE)]
-Variables = dict[VariableName, Annotated[str, checked(_without_nul), checked(_too_long)]]
+Variables = dict[VariableName, Annotated[str, checked(_too_long)]]
 
-_Json = Annotated[
-    JsonValue, instead("must be something that JSON can hold, with finite numbers"), checked(_without_nul)
-]
+_Json = Annotated[JsonValue, instead("must be something that JSON can hold, with finite numbers")]
 Hyperparameters = Annotated[dict[Annotated[str, checked(_hyperparameter)], _Json], checked(_too_long)]

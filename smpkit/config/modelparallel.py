@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -344,53 +344,6 @@ class ModelParallelConfig(Section):
         raw = _from_script(config) | _from_environment(environment_json)
         combined = validated(cls, raw, subject="modelparallel parameters")
         return combined, combined.notices(raw)
-
-
-class ModelParallelParameters(TypedDict, total=False):
-    """The same parameters as keys of a dict, for editors and type checkers; `ModelParallelConfig` explains them."""
-
-    partitions: int
-    pipeline_parallel_degree: int
-    microbatches: int
-    virtual_pipeline_degree: int
-    active_microbatches: int
-    pipeline: Pipeline
-    ddp: bool
-    ddp_port: int | None
-    ddp_dist_backend: Literal["auto", "nccl", "gloo"]
-    tensor_parallel_degree: int
-    prescaled_batch: bool
-    optimize: Literal["speed", "memory"]
-    memory_weight: float
-    auto_partition: bool
-    default_partition: int
-    placement_strategy: Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
-    offload_activations: bool | Literal["auto"]
-    memory_budget_gib: float | None
-    activation_loading_horizon: int | Literal["auto"]
-    _shard_offloaded_activations: bool
-    fp16: bool
-    fp16_params: bool
-    bf16: bool
-    _fp32_grad_accumulation: bool
-    shard_optimizer_state: bool
-    skip_tracing: bool
-    tensor_parallel_seed: int
-    delayed_parameter_initialization: bool
-    sharded_data_parallel_degree: int
-    sdp_reduce_bucket_size: int
-    sdp_param_persistence_threshold: int
-    sdp_max_live_parameters: int
-    sdp_hierarchical_allgather: bool
-    sdp_gradient_clipping: float
-    load_partition: bool
-    partition_file: str | None
-    checkpoint_attentions: bool
-    _match_weights: bool
-    static_mode: bool
-    fast_mode: bool
-    herring: bool
-    timeout_seconds: int
 
 
 def _same(one: object, other: object) -> bool:

@@ -86,9 +86,6 @@ class ExecutedStep:
         shown = {name: timeline for name, timeline in both.items() if timeline is not None}
         return svg([Drawing(f"{name}: {summary(timeline)}", timeline) for name, timeline in shown.items()])
 
-    def _repr_html_(self) -> str:
-        return self.as_svg()
-
     def other_seconds(self, stage: int) -> float:
         """Return how long a stage was idle without waiting for anybody: Python between actions, and sending."""
         stalled = sum(stall.end_seconds - stall.start_seconds for stall in self.executed.stalls[stage])

@@ -28,7 +28,6 @@ from smpkit.plan.schedule.recorded_graph import RecordedGraph, peaks
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.plan.schedule.simulate import Timeline, simulate
 from smpkit.plan.speed import Speed
-from smpkit.plan.svg import html
 
 _EQUAL_PARTS: Final = Costs(1.0, 2.0, latency_seconds=0.04)
 """What a schedule is made for: parts that take equally long, and messages that are late by 2 % of the longest action.
@@ -95,10 +94,6 @@ class Plan:
     """What activation offloading does on each stage, where it is on and something is checkpointed."""
     recorded: RecordedGraph | None = None
     """The segments and values that the schedule is made for; None: every unit is assumed to hand on to the next."""
-
-    def _repr_html_(self) -> str:
-        """Show schedule and memory in a notebook."""
-        return html(self.timeline, self.memory)
 
 
 def decide(

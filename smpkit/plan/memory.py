@@ -10,16 +10,12 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final
 
 from pydantic import TypeAdapter
 
-from smpkit.errors import SmpkitError
 from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
-
-_FORMAT: Final = 2
 
 
 @dataclass(frozen=True)
@@ -106,18 +102,12 @@ class ModelFacts:
 
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
-        return json.dumps({"format": _FORMAT, **asdict(self)})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ModelFacts:
-        """Read what `to_json` wrote; raise SmpkitError if it is not that."""
-        try:
-            content = json.loads(text)
-            if content.pop("format") != _FORMAT:
-                raise ValueError("another format")
-            return TypeAdapter(cls).validate_python(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SmpkitError(f"not a description of a model: {type(error).__name__}: {error}") from None
+        """Read what `to_json` wrote."""
+        return TypeAdapter(cls).validate_json(text)
 
 
 @dataclass(frozen=True)

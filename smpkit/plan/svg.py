@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
-from smpkit.plan.memory import RankMemory
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import ActionInterval, Timeline
 
@@ -102,22 +101,3 @@ def _legend(timelines: Sequence[Timeline], top: float) -> Iterator[str]:
         yield f'<rect class="{_FILLS[kind]}" x="{x:g}" y="{top + 4:g}" width="10" height="10" rx="1.5"/>'
         yield f'<text class="n" x="{x + 14:g}" y="{top + 13:g}">{_NAMES[kind]}</text>'
         x += 28 + len(_NAMES[kind]) * 5.8
-
-
-def html(timeline: Timeline, memory: Sequence[RankMemory]) -> str:
-    """Return a schedule as a drawing, and the memory of its stages as a table, for notebooks."""
-    schedule = timeline.schedule
-    title = f"{schedule.name}, {schedule.num_microbatches} microbatches, bubble {timeline.bubble:.1%}"
-    drawing = svg([Drawing(title, timeline)])
-    if not memory:
-        return drawing
-    rows = []
-    for stage, each in enumerate(memory):
-        gradients, optimizer = each.gradients_bytes + each.reduction_bytes, each.optimizer_bytes + each.masters_bytes
-        sizes = (each.parameters_bytes, gradients, optimizer, each.activations_bytes, each.host_bytes, each.total_bytes)
-        rows.append([str(stage), *("unknown" if size is None else f"{size / 2**20:,.1f}" for size in sizes)])
-    names = ("stage", "parameters", "gradients", "optimizer", "activations", "on the host", "total")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    caption = "<caption>MiB of each stage's fullest rank</caption>"
-    return f"{drawing}<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -28,7 +28,7 @@ from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.speed import Speed
 from smpkit.plan.tune.calibration import CALIBRATION, measured_flops
 from smpkit.plan.tune.instances import published_flops
-from smpkit.plan.tune.predict import half_of, in_precision
+from smpkit.plan.tune.predict import as_divided, half_of
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.placement.facts import model_facts
@@ -133,7 +133,7 @@ def _plan() -> Plan | None:
     # The objects themselves: after `smp.shutdown()` another model's facts may lie where these did.
     if _latest is None or _latest[0] is not facts or _latest[1] is not cfg or _latest[2] != optimizer:
         try:
-            model = in_precision(facts, half_of(cfg), cfg)
+            model = as_divided(facts, cfg)
             # Where the units of a pipeline are: a checkpoint may have told.
             assignment = state.model and state.model.pipeline and state.model.pipeline.assignment
             placed = assignment.partition_of if assignment else None

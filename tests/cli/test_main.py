@@ -117,7 +117,7 @@ def test_the_schema_of_each_kind_is_printed(kind: str, smpkit: Smpkit) -> None:
 
 
 SERVICES = ("torch", "boto3", "botocore")
-HEAVY = (*SERVICES, "pydantic", "ruamel", "rich", "numpy")
+HEAVY = (*SERVICES, "pydantic", "ruamel", "numpy")
 
 
 @pytest.mark.parametrize(

@@ -256,20 +256,6 @@ def test_watch_shows_every_phase(use: Use, smpkit: Smpkit) -> None:
     assert "interrupted 1 time\n" in result.stdout
 
 
-def test_watch_repaints_in_place_on_a_terminal(use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    use()
-    smpkit("submit", "job.yaml", "--name", "job")
-    monkeypatch.setattr("smpkit.cli.status.can_repaint", lambda: True)
-    terminal = {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": None}
-    result = smpkit("status", "--watch", "job", env=terminal)
-    shown = result.stdout
-    hidden, back = shown.index("\x1b[?25l"), shown.index("\x1b[?25h")
-    end = shown.index("Completed", back)
-    assert (result.exit_code, hidden < back < end) == (0, True)  # the cursor comes back, and the end stays
-    assert "\x1b[2K" in shown[hidden:end]
-    assert "since it was created" not in shown[end:]
-
-
 @pytest.mark.parametrize(
     "command", ["submit job.yaml", "resume job", "doctor"],
 )  # fmt: skip
@@ -335,7 +321,6 @@ def test_logs_say_that_no_line_is_wanted(use: Use, smpkit: Smpkit, options: str,
         (["logs", "none"], "there is no job `none` in us-west-2"),
         (["stop", "none"], "there is no job `none`"),
         (["resume", "none"], "there is no job `none`"),
-        (["resume", "none", "--with", "job.yaml"], "goes on with other settings, or elsewhere, from a job file"),
         (["jobs", "--since", "999999d"], "is longer than 36,500 days"),
         (["jobs", "--limit", "9" * 30], "is not in the range"),
         (["status", "job.yaml"], "job.yaml"),

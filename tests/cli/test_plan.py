@@ -205,9 +205,6 @@ def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
         (["--pp", "2", "--model", "zoo:failing"], "error: the factory failed: ValueError: no such weights\n"),
         (["--pp", "2", "--model", "zoo"], "error: `zoo` names no factory\nhint: write `module:factory`"),
         (["--pp", "2", "--model", "absent:Net"], "error: module `absent` cannot be imported: ModuleNotFoundError"),
-        (["--sweep", "microbatches=1,2"], "`--sweep` changes settings of a file, and none is given"),
-        (["job.yaml", "--sweep", "microbatches"], "`--sweep microbatches` has no values"),
-        (["job.yaml", "--sweep", f"microbatches={','.join(map(str, range(1, 70)))}"], "the sweep has 69 plans"),
         (["job.yaml", "--memory-gib", "1"], "`--memory-gib` cannot be given without a model"),
         (["job.yaml", "--ranks", "0"], "`--ranks`"),
     ],
@@ -314,51 +311,16 @@ def test_an_instance_without_accelerators_computes_on_its_host(instance_type: st
     assert World(ModelParallelConfig(), instance_type=instance_type).computes_on_host is on_host
 
 
-# --- several plans, and what features save ----------------------------------------------------------------------------
+# --- what features save -----------------------------------------------------------------------------------------------
 
 
-def test_two_files_are_compared(folder: Path, smpkit: Smpkit) -> None:
-    (folder / "other.yaml").write_text((folder / "job.yaml").read_text().replace("microbatches: 4", "microbatches: 8"))
-    done = smpkit("plan", "job.yaml", "other.yaml")
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "                   pp×tp×dp  microbatches     schedule  bubble  live",
-        "job.yaml              2×2×4             4  interleaved   20.0%     3",
-        "other.yaml (best)     2×2×4             8  interleaved   11.1%     3",
-    ]
-    (folder / "broken.yaml").write_text("entry_point: train.py\nspeed: 1\n")
-    broken = smpkit("plan", "job.yaml", "broken.yaml")
-    assert (broken.exit_code, "speed: unknown field" in broken.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("more", [["-p"], ["--sweep"]], ids=["one", "sweep"])
-def test_ranks_and_hosts_go_before_those_of_the_file(more: list[str], folder: Path, smpkit: Smpkit) -> None:
+def test_ranks_and_hosts_go_before_those_of_the_file(folder: Path, smpkit: Smpkit) -> None:
     job = "entry_point: train.py\ndistribution: {torch_distributed: {enabled: true, processes_per_host: 2}}\n"
     (folder / "job.yaml").write_text(job)
-    done = smpkit("plan", "job.yaml", "--hosts", "3", "--ranks", "12", *more, "pipeline_parallel_degree=4", "--json")
+    done = smpkit("plan", "job.yaml", "--hosts", "3", "--ranks", "12", "-p", "pipeline_parallel_degree=4", "--json")
     assert done.exit_code == 0, done.stderr
     plan = json.loads(done.stdout)
-    plan = plan[0]["plan"] if more == ["--sweep"] else plan
     assert (plan["ranks"], plan["hosts"], plan["mesh"]["data"]) == (12, 3, 3)
-
-
-def test_a_sweep_plans_each_combination_and_marks_the_best(zoo: Path, smpkit: Smpkit) -> None:
-    sweep = ["--sweep", "microbatches=2,8", "--sweep", "pipeline_parallel_degree=2,3,4"]
-    done = smpkit("plan", "job.yaml", "--json", "--model", "zoo:traced", *sweep)
-    assert done.exit_code == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert [row["values"] for row in rows] == [
-        {"microbatches": rounds, "pipeline_parallel_degree": stages} for rounds in "28" for stages in "234"
-    ]
-    refused = [row for row in rows if row["refusal"]]
-    assert [row["values"]["pipeline_parallel_degree"] for row in refused] == ["3", "3"]
-    assert "degree times tensor_parallel_degree must divide the number of ranks (16)" in refused[0]["refusal"]
-    assert [row["best"] for row in rows].count(True) == 1
-    best = next(row for row in rows if row["best"])
-    assert best["seconds_per_sample"] == min(row["seconds_per_sample"] for row in rows if row["plan"])
-    text = smpkit("plan", "job.yaml", "--model", "zoo:traced", *sweep).stdout
-    assert "microbatches 8, pipeline_parallel_degree 2" in text
-    assert "(best)" in text
 
 
 def test_a_plan_says_what_features_save_and_the_one_change_that_makes_a_model_fit(zoo: Path, smpkit: Smpkit) -> None:
@@ -382,25 +344,7 @@ def test_a_plan_says_what_features_save_and_the_one_change_that_makes_a_model_fi
     assert "no single change makes it fit" in none.stderr
 
 
-@pytest.mark.parametrize(("gib", "code"), [("0.001", 1), ("0.0017", 0)], ids=["none", "one"])
-@pytest.mark.usefixtures("zoo")
-def test_a_sweep_of_which_nothing_fits_is_exit_code_1(gib: str, code: int, smpkit: Smpkit) -> None:
-    sweep = ("-p", "tensor_parallel_degree=1", "--sweep", "pipeline_parallel_degree=1,4", "--memory-gib", gib)
-    done = smpkit("plan", "job.yaml", "--model", "zoo:Net", *sweep)
-    assert (done.exit_code, "  no" in done.stdout, "  yes" in done.stdout) == (code, True, code == 0)
-
-
-def test_a_sweep_of_a_job_without_the_library_switches_it_on(smpkit: Smpkit, tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
-    (tmp_path / "job.yaml").write_text("entry_point: train.py\n")
-    done = smpkit("plan", str(tmp_path / "job.yaml"), "--json", "--ranks", "2", "--sweep", "microbatches=2,4")
-    assert [row["refusal"] for row in json.loads(done.stdout)] == [None, None]
-
-
 def test_what_a_plan_is_not_for_is_said(smpkit: Smpkit, folder: Path) -> None:
-    done = smpkit("plan", "job.yaml", "--sweep", "nothing=1,2")
-    assert (done.exit_code, done.stdout.count("refused: nothing unknown field")) == (2, 2)
-    assert "error: no plan is left\nhint: the table says why each is refused\n" in done.stderr
     (folder / "prepare.sh").touch()
     (folder / "shell.yaml").write_text("entry_point: prepare.sh\n")
     assert "runs a shell script once on each host, and so has no ranks to plan" in smpkit("plan", "shell.yaml").stderr
@@ -413,15 +357,3 @@ def test_sharding_and_a_single_microbatch_are_told(smpkit: Smpkit, folder: Path)
     said = smpkit("plan", "mp.yaml", "--ranks", "4").stdout
     assert "sharding  parameters, gradients and optimizer states are divided over 2 data-parallel ranks\n" in said
     assert "interleaved (1F1B), 1 microbatch, at most 1 active" in said
-    (folder / "other.yaml").write_text("pipeline_parallel_degree: 2\nmicrobatches: 2\n")
-    assert "(best)" not in smpkit("plan", "mp.yaml", "other.yaml").stdout  # 1 rank against 2
-
-
-def test_a_picture_of_a_sweep_has_the_schedule_of_each_plan(smpkit: Smpkit, tmp_path: Path) -> None:
-    (tmp_path / "mp.yaml").write_text("pipeline_parallel_degree: 2\n")
-    arguments = ("plan", str(tmp_path / "mp.yaml"), "--sweep", "microbatches=2,4", "--svg", str(tmp_path / "plan.svg"))
-    assert smpkit(*arguments).exit_code == 0
-    picture = (tmp_path / "plan.svg").read_text(encoding="utf-8")
-    assert "microbatches 2: interleaved, 2 microbatches" in picture
-    assert "microbatches 4: interleaved, 4 microbatches" in picture
-    assert picture.count('class="f"') == 2 * (2 + 4) + 1

@@ -54,26 +54,19 @@ def test_success_says_what_ran_and_how_long(tmp_path: Path) -> None:
     assert last.startswith("Finished after ")
 
 
-def test_a_script_runs_without_a_job_file_and_can_leave_one(tmp_path: Path) -> None:
+def test_a_script_runs_without_a_job_file(tmp_path: Path) -> None:
     source = "import os, sys; print(sys.argv[1:], os.environ.get('SM_HP_MP_PARAMETERS'), os.environ['WORLD_SIZE'])"
     write(tmp_path, source)
     (tmp_path / "job.yaml").unlink()
     options = ["--set", "distribution.mpi.enabled=true", "--ranks", "2", "-p", "ddp=true", "-H", "lr=0.1"]
-    first = run(tmp_path, *options, "--save-job", file="train.py")
-    assert first[0] == 0
+    code, out, _ = run(tmp_path, *options, file="train.py")
     said = """['--lr', '0.1'] {"ddp":true} 2"""
-    assert sorted(first[1].splitlines()) == [f"[rank {rank}] {said}" for rank in range(2)]
-    assert "wrote job.yaml" in first[2]
-    again = run(tmp_path)
-    assert (again[0], sorted(again[1].splitlines())) == (0, sorted(first[1].splitlines()))
-    assert "`job.yaml` is there already" in run(tmp_path, "--save-job", file="train.py")[2]
+    assert (code, sorted(out.splitlines())) == (0, [f"[rank {rank}] {said}" for rank in range(2)])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["job.yaml", "--save-job"], "`--save-job` is for a script"),
-        (["train.py", "--save-job", "--", "--more"], "`--save-job` does not take arguments after `--`"),
         (["trian.py"], "no such file: `trian.py`\n    hint: did you mean `train.py`?"),
         (
             ["train.py", "--ranks", "2", "-p", "pipeline_parallel_degree=3"],

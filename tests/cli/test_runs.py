@@ -1,12 +1,8 @@
-"""`smpkit runs`, the logs of a run here, and what the shell completes."""
+"""`smpkit runs` and the logs of a run here."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -18,7 +14,6 @@ from smpkit.observe.profiles import profile_name
 from smpkit.observe.runs import EVENTS, Run, make_run
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary, Split, write_summary
 from tests.cli.conftest import Smpkit
-from tests.docs.blocks import ROOT
 
 NOW = datetime(2026, 11, 25, 19, 15, 2).astimezone()
 SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.01)
@@ -53,12 +48,6 @@ def test_runs_are_listed_with_how_they_ended_and_what_they_reached(runs: list[Ru
     plain = json.loads(smpkit("runs", "--json").stdout)
     assert [each["summary"] and each["summary"]["steps"] for each in plain] == [600, 600, None]
     assert plain[0]["values"] == {"loss": 1.0, "norm": "NaN"}  # JSON has no such number
-
-
-def test_the_comparison_of_two_is_a_report(runs: list[Run], smpkit: Smpkit) -> None:
-    done = smpkit("runs", runs[0].label, "gpt")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert f"`smpkit report {runs[0].label} gpt` compares two" in done.stderr
 
 
 def test_of_a_long_reason_the_class_of_the_error_is_seen(runs: list[Run], smpkit: Smpkit) -> None:
@@ -131,22 +120,6 @@ def test_what_a_log_here_does_not_have_is_refused(runs: list[Run], smpkit: Smpki
     assert (elsewhere.stdout, f"there is no job `{runs[2].label}`" in elsewhere.stderr) == ("", True)
     assert "without times and hosts" in smpkit("logs", "--since", "1m").stderr
     assert "has no log" in smpkit("logs", str(runs[0].path)).stderr
-
-
-def completed(line: str) -> list[str]:
-    """Return what bash offers after `line`, switched on as the page says."""
-    [switch] = re.findall(r"`(eval .+?)`", (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8"))
-    asked = f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}; _smpkit_completion smpkit"
-    script = f'{switch}; {asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environ, check=True)
-    return said.stdout.split()
-
-
-@pytest.mark.usefixtures("runs")
-def test_the_shell_completes_the_names_of_runs() -> None:
-    assert completed("smpkit runs t") == ["t5-20261125-191504"]
-    assert completed("smpkit timeline gpt") == ["gpt-20261125-191503", "gpt-20261125-191502"]
 
 
 def test_a_profile_that_a_killed_rank_left_half_written_is_a_warning(

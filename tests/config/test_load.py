@@ -160,8 +160,6 @@ def test_keys_written_twice_are_told_beside_other_problems(folder: Path) -> None
         ("a..b=3", "--set a..b: must have the form `key=value`"),
         ("entry_point.x=3", "--set entry_point.x: cannot be set inside `train.py`, which is no mapping"),
         ("name=[", "--set name:1:2: is not YAML"),
-        ("name=\ud800", "--set name"),
-        ("environment.A=\ud800", "--set environment.A: has text with half a character"),
     ],
     ids=ascii,
 )
@@ -292,7 +290,6 @@ def test_parts_can_be_changed_with_set_and_have_notices(folder: Path) -> None:
             "entry_point: train.py\ndependencies: [s3://bucket/lib, lib]",
             "job.yaml:2: dependencies[1]: no such file or folder",
         ),
-        (f"entry_point: {'x' * 5000}.py", "a name has at most 255 bytes"),
         ("entry_point: trian.py", "hint: did you mean `train.py`?"),
         ("entry_point: train.py\nsource_dir: sourcse", "hint: did you mean `sources`?"),
         ("entry_point: xyz.py", "hint: it is relative to the folder of the job file, or to `source_dir`"),

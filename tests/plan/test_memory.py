@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from smpkit.errors import SmpkitError
 from smpkit.plan.memory import ModelFacts, RankMemory, Share, TensorFacts, UnitFacts, memory_of_ranks
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import UnitCost
@@ -99,14 +98,6 @@ def test_unknown_activations_are_not_zero() -> None:
 
 def test_json_gives_the_same_model() -> None:
     assert ModelFacts.from_json(model().to_json()) == model()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "units": 3}'], ids=["empty", "list", "{}", "old", "units"]
-)
-def test_what_is_no_model_is_refused(text: str) -> None:
-    with pytest.raises(SmpkitError, match="not a description of a model"):
-        ModelFacts.from_json(text)
 
 
 def test_torchs_optimizers_keep_as_much_as_we_say() -> None:

@@ -30,7 +30,7 @@ from smpkit.units import amount
 
 DEVICE_KINDS: Final = ("weights", "gradients", "states", "activations", "parked", "other")
 """What lies on the device, in the order in which it is stacked."""
-MOST_RANKS: Final = 16
+_MOST_RANKS: Final = 16
 _MOST_PIPELINES: Final = 8
 _MOST_POINTS: Final = 2000
 _MOST_LOGS: Final = 4
@@ -216,7 +216,7 @@ def content_of(run: runs.Run) -> Content:
     )
 
 
-def first_last_and_busiest(busy: Sequence[float], most: int = MOST_RANKS) -> list[int]:
+def first_last_and_busiest(busy: Sequence[float], most: int = _MOST_RANKS) -> list[int]:
     """Return which of many to show, in order; all of them if they are not more than `most`."""
     last = len(busy) - 1
     if last < most:

@@ -21,7 +21,7 @@ import jinja2
 from markupsafe import Markup
 
 from smpkit.config.words import duration
-from smpkit.observe.report.data import DEVICE_KINDS, MOST_RANKS, Content, first_last_and_busiest
+from smpkit.observe.report.data import DEVICE_KINDS, Content, first_last_and_busiest
 from smpkit.observe.summary import RankSummary, Split
 from smpkit.observe.summary_text import gained
 from smpkit.units import amount, count, seconds
@@ -95,8 +95,6 @@ class _RunView:
         self.has_memory = bool(memory)
         self.activations_unknown = any(None in view.bytes["activations"] for view in memory)
         self.moved = any(any(view.out) for view in memory)
-        self.links_by_pair = {(link.sender, link.receiver): link for link in content.links}
-        self.has_matrix = 0 < self.size <= MOST_RANKS
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.content, name)
@@ -263,7 +261,6 @@ def _template() -> jinja2.Template:
         seconds=seconds,
         share=_share,
         tenths=lambda idle: f"{1e3 * idle:.1f}" if idle >= 5e-5 else _NOTHING,
-        to_rank=lambda rank: f"to {rank}",
         time=lambda when: f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M %Z}",
     )
     return environment.get_template("page.html.j2")

@@ -85,14 +85,6 @@ class RecordedGraph:
             values.append(replace(value, num_bytes=round(size * value.num_bytes), fixed=value.fixed / size))
         return replace(self, values=tuple(values))
 
-    def in_precision(self, factor: float) -> RecordedGraph:
-        """Return the record with floating-point values of `factor` times the bytes."""
-        values = [
-            replace(value, num_bytes=round(factor * value.num_bytes)) if "float" in value.dtype else value
-            for value in self.values
-        ]
-        return replace(self, values=tuple(values))
-
     def graph(self, num_ranks: int, has_backward: bool) -> SegmentGraph:
         """Return the graph that a schedule is made for."""
         counts = Counter(segment.rank for segment, _ in self.segments)

@@ -94,15 +94,11 @@ def peak_of(plan: Plan) -> int:
     return max(memory.total_bytes for memory in plan.memory)
 
 
-def step_of(plan: Plan) -> float:
-    """Return how long the schedule takes, and what offloading adds to it."""
-    return plan.timeline.makespan_seconds + max((each.stall_seconds for each in plan.forecasts), default=0.0)
-
-
 def _host_bytes(plan: Plan) -> int:
     return max((each.host_bytes for each in plan.memory), default=0)
 
 
 def _of_sample(plan: Plan) -> float:
     """Return what is proportional to the time of a sample: with more stages there are fewer replicas."""
-    return step_of(plan) * plan.mesh.pp_size
+    stall = max((each.stall_seconds for each in plan.forecasts), default=0.0)
+    return (plan.timeline.makespan_seconds + stall) * plan.mesh.pp_size

@@ -42,14 +42,12 @@ class Job:
     """What is to be trained, and where."""
 
     models: Mapping[int, ModelFacts]
-    """By tensor-parallel degree."""
+    """By tensor-parallel degree, described in the precision that the configurations have."""
     machine: Machine
     ranks: int
     samples: int
     """In a step, over all ranks."""
     optimizer: str = "adamw"
-    half: str | None = None
-    """The half precision that `models` are described in; None: single."""
 
     @property
     def tokens(self) -> int:
@@ -136,7 +134,7 @@ def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
     if samples is None:
         return RuledOut("batch", "the samples of a step cannot be divided over its ranks and microbatches")
     described = job.models[config.tensor_parallel_degree]
-    model = in_precision(scaled(described, samples / described.samples), job.half, config)
+    model = as_divided(scaled(described, samples / described.samples), config)
     layers = layers_of(model)
     degrees = config.pipeline_parallel_degree, config.tensor_parallel_degree
     mesh = Mesh.from_world(job.ranks, *degrees, config.placement_strategy)
@@ -168,27 +166,13 @@ def half_of(config: ModelParallelConfig) -> str | None:
     return "float16" if config.fp16 else "bfloat16" if config.bf16 else None
 
 
-def in_precision(model: ModelFacts, described: str | None, config: ModelParallelConfig) -> ModelFacts:
-    """Return the model as `config` has it: in its precision, or for sharded data parallelism with what is divided."""
+def as_divided(model: ModelFacts, config: ModelParallelConfig) -> ModelFacts:
+    """Return the model with what sharded data parallelism divides: in half precision the masters."""
     half = half_of(config)
-    if half != described:
-        size, factor = (2, 0.5) if half is not None else (4, 2.0)
-        if half is not None and described is not None:
-            factor = 1.0
-        old, new = described or "float32", half or "float32"
-        model = replace(
-            _in_dtype(model, old, new, size),
-            units=tuple(replace(unit, cost=_resized(unit.cost, factor)) for unit in model.units),
-            recorded=None if model.recorded is None else model.recorded.in_precision(factor),
-        )
-    if half is not None and config.sharded_data_parallel_degree > 1:
-        model = _in_dtype(model, half, "float32", 4)  # masters are divided, and cast for computing
-    return model
-
-
-def _in_dtype(model: ModelFacts, old: str, new: str, itemsize: int) -> ModelFacts:
+    if half is None or config.sharded_data_parallel_degree == 1:
+        return model
     tensors = {
-        name: in_dtype(each, new, itemsize) if each.dtype == old else each for name, each in model.tensors.items()
+        name: in_dtype(each, "float32", 4) if each.dtype == half else each for name, each in model.tensors.items()
     }
     return replace(model, tensors=tensors)
 
@@ -429,7 +413,3 @@ def _scaled(unit: UnitFacts, factor: float) -> UnitFacts:
     changes |= {name: round(changes[name]) for name in BYTES_PER_MICROBATCH}
     fixed = {name: share / sizes[name] for name, share in unit.fixed.items()}
     return UnitFacts(replace(unit.cost, **changes), unit.tensors, fixed)
-
-
-def _resized(cost: UnitCost, factor: float) -> UnitCost:
-    return replace(cost, **{name: round(factor * getattr(cost, name)) for name in BYTES_PER_MICROBATCH})

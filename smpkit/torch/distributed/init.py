@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig, ModelParallelParameters
+from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.core import devices
@@ -53,7 +53,7 @@ _generation = 0
 """How often a world was made: a new one must not read the old one's keys in the same store."""
 
 
-def init(config: ModelParallelParameters | ModelParallelConfig | Mapping[str, Any] | None = None) -> None:
+def init(config: Mapping[str, Any] | ModelParallelConfig | None = None) -> None:
     """Initialise smpkit in this process. Every rank calls it, before anything else of smpkit.
 
     ::

@@ -49,7 +49,6 @@ def test_values_grow_with_the_samples_but_for_what_all_of_them_share() -> None:
     four = both.with_samples(4)
     assert [each.num_bytes for each in four.values] == [256, 250 + 4 * 750]
     assert [each.num_bytes for each in four.with_samples(0.5).values] == [128, 250 + 2 * 750]
-    assert [each.num_bytes for each in both.in_precision(0.5).values] == [32, 1000]
 
 
 def test_it_tells_of_no_other_assignment() -> None:

@@ -9,7 +9,7 @@ import pytest
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.decide import decide
-from smpkit.plan.memory import ModelFacts
+from smpkit.plan.memory import ModelFacts, in_dtype
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.speed import Speed
 from smpkit.plan.tune.calibration import Calibration
@@ -20,7 +20,6 @@ from smpkit.plan.tune.predict import (
     Job,
     Prediction,
     RuledOut,
-    in_precision,
     layers_of,
     predict,
     usable_bytes,
@@ -31,7 +30,6 @@ from tests.plan.tune.facts import facts
 from tests.plan.tune.models import MIB, gpt
 
 MACHINE = from_calibration(Calibration.model_validate(facts()))
-BF16, _ = ModelParallelConfig.from_sources({"bf16": True, "ddp": True}, None)
 
 
 def with_device(gib: float) -> Machine:
@@ -150,20 +148,19 @@ def test_operators_and_what_they_move_cost_time_beside_products() -> None:
     assert after - ahead == pytest.approx(8 * 3 * 14 * 0.1, rel=0.01)
 
 
-def test_precision_changes_what_is_held() -> None:
+def test_masters_are_held_in_half_precision_and_divided_by_sharding() -> None:
     plain = a_prediction(job(), microbatches=8).plan.memory[0]
-    half = a_prediction(job(), microbatches=8, bf16=True).plan.memory[0]
+    tensors = {name: in_dtype(each, "bfloat16", 2) for name, each in gpt().tensors.items()}
+    described = replace(job(), models={1: replace(gpt(), tensors=tensors)})
+    half = a_prediction(described, microbatches=8, bf16=True).plan.memory[0]
     assert half.parameters_bytes == plain.parameters_bytes // 2
     assert half.masters_bytes == plain.parameters_bytes
     assert half.optimizer_bytes == plain.optimizer_bytes
     # Sharded data parallelism divides the masters, and gathers in half precision.
-    sharded = a_prediction(job(), microbatches=8, bf16=True, sharded_data_parallel_degree=4).plan.memory[0]
+    sharded = a_prediction(described, microbatches=8, bf16=True, sharded_data_parallel_degree=4).plan.memory[0]
     assert sharded.parameters_bytes == plain.parameters_bytes // 4
     assert sharded.masters_bytes == 0
-    assert sharded.gathered_bytes > 0
-    described = replace(job(), models={1: in_precision(gpt(), None, BF16)}, half="bfloat16")
-    assert a_prediction(described, microbatches=8, bf16=True).plan.memory[0] == half
-    assert a_prediction(described, microbatches=8).plan.memory[0] == plain
+    assert 0 < sharded.gathered_bytes < half.parameters_bytes
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

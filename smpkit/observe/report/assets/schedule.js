@@ -49,7 +49,7 @@ class ScheduleView {
     this.tip = Object.assign(document.createElement("div"), {className: "tip", hidden: true});
     const frame = Object.assign(document.createElement("div"), {className: "schedule-frame"});
     frame.append(this.canvas, this.tip);
-    box.append(this.buttons(), frame);
+    box.append(frame);
     this.bands = [];
     this.listen();
     new ResizeObserver(() => this.draw()).observe(frame);
@@ -200,22 +200,6 @@ class ScheduleView {
   }
 
   // --- keys and pointers
-
-  buttons() {
-    const bar = Object.assign(document.createElement("div"), {className: "buttons"});
-    for (const [name, label, act] of [
-      ["−", "zoom out", () => this.zoomBy(2)],
-      ["+", "zoom in", () => this.zoomBy(0.5)],
-      ["◀", "earlier", () => this.moveBy(-0.5)],
-      ["▶", "later", () => this.moveBy(0.5)],
-      ["all", "show all of the step", () => this.zoomTo(0, this.longest)],
-    ]) {
-      const button = Object.assign(document.createElement("button"), {type: "button", textContent: name, onclick: act});
-      button.setAttribute("aria-label", label);
-      bar.append(button);
-    }
-    return bar;
-  }
 
   listen() {
     const canvas = this.canvas;
