@@ -1,7 +1,4 @@
-"""Mixed precision on the GPU: autocast with a scaler that ranks share.
-
-Half-precision weights with masters are in tests/transparency/test_precision.py, which runs on a GPU, too.
-"""
+"""Mixed precision on the GPU: autocast with a scaler that ranks share, half-precision weights with masters."""
 
 from __future__ import annotations
 
@@ -68,3 +65,39 @@ def test_training_equals_torchs_scaler(degree: int, dtype: torch.dtype) -> None:
 
 def test_an_overflow_of_one_pipeline_rank_skips_the_step_of_all() -> None:
     assert run_on_gpu(overflow_on_the_last_rank, True) == [(INIT / 2, 0.0, True)] * 2
+
+
+@smp.step
+def fit(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = (model(x.to(next(model.parameters()).dtype)).float() - y).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def train_half(half: str) -> tuple[list[float], list[bool]]:
+    """Return losses, and which steps overflowed; the first steps do, under fp16."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, half: True})
+    torch.manual_seed(3)
+    model = smp.DistributedModel(
+        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    )
+    scaling: dict[str, Any] = {"dynamic_loss_scale": True, "init_scale": 2.0**30} if half == "fp16" else {}
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), **scaling)
+    losses, overflows = [], []
+    x = torch.randn(32, 64)
+    for _ in range(60):
+        optimizer.zero_grad()
+        losses.append(fit(model, x, x[:, :1].sin()).reduce_mean().item())
+        optimizer.step()
+        overflows.append(bool(optimizer.overflow))
+    smp.shutdown()
+    return losses, overflows
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_masters_learn(half: str) -> None:
+    (losses, overflows), second = run_on_gpu(train_half, half)
+    assert (losses, overflows) == second
+    assert overflows[0] == (half == "fp16")
+    assert not overflows[-1]
+    assert losses[-1] < 0.1 * losses[0]
