@@ -11,42 +11,10 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from tests.device.device import gpu
 from tests.device.ranks import run_on_gpu
-from tests.torch.steps import over_ranks
-from tests.torch.test_amp import INIT, batch, build, overflow_on_the_last_rank, spoil, spoils
+from tests.torch.test_amp import INIT, build, overflow_on_the_last_rank, scaled_step, train, train_over_ranks
 from tests.train import Plain, in_turn
 
 _SCALES = [INIT, INIT / 2, INIT / 4, INIT / 4, INIT / 2, INIT / 2]
-
-
-def scaled_step(model: Any, inputs: Tensor, scaler: Any, dtype: torch.dtype) -> Tensor:
-    with torch.autocast(gpu().type, dtype):
-        loss = model(inputs).float().square().mean()
-    model.backward(scaler.scale(loss))
-    return loss
-
-
-train_step = smp.step(scaled_step)
-
-
-def train(step: Any, model: Any, layers: nn.Sequential, optimizer: Any, scaler: Any, dtype: Any) -> list[float]:
-    """Train for some steps, and return the scale after each."""
-    scales = []
-    for number in range(6):
-        optimizer.zero_grad()
-        spoil(layers, spoils(number))
-        step(model, batch(number).to(gpu()), scaler, dtype)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-def train_over_ranks(degree: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
-    layers = build()
-    model = over_ranks(layers, {layers[1]: degree - 1}, microbatches=2)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-    scales = train(train_step, model, layers, optimizer, smp.amp.GradScaler(INIT, growth_interval=2), dtype)
-    return {name: value.detach() for name, value in model.local_named_parameters()}, scales
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -56,8 +24,9 @@ def test_training_equals_torchs_scaler(degree: int, dtype: torch.dtype) -> None:
     layers = build().to(gpu())
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(gpu().type, init_scale=INIT, growth_interval=2)
-    assert train(in_turn(scaled_step, 2), Plain(layers, 2), layers, optimizer, scaler, dtype) == _SCALES
-    for held, scales in run_on_gpu(train_over_ranks, degree, dtype, size=degree):
+    step = in_turn(scaled_step, 2)
+    assert train(step, Plain(layers, 2), layers, optimizer, scaler, dtype, gpu()) == _SCALES
+    for held, scales in run_on_gpu(train_over_ranks, degree, 2, dtype, size=degree):
         assert scales == _SCALES
         for name, value in held.items():
             torch.testing.assert_close(value, layers.get_parameter(name).detach().cpu(), rtol=1e-3, atol=1e-3)
