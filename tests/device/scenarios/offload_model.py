@@ -37,9 +37,6 @@ def inputs_of(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), device="cpu").to(dtype)
 
 
-Step = Callable[[Any, Any, int], Tensor]
-
-
 def plain_step(
     model: Any, optimizer: Any, number: int, *, backwards: int = 1, dtype: torch.dtype | None = None
 ) -> Tensor:
