@@ -50,9 +50,9 @@ _DEVICE_TESTS: Final = {
     "checkpoint": ("random numbers of layers that are recomputed", 200, "checkpoint_random"),
     "parallel": ("mixed precision", 170, "amp"),
     "model": ("OffloadModel; fused optimizers; torch.compile", 170, "offload_model optimizers"),
-    "ambient": ("what a script may do around us; forks", 120, "ambient host_syncs fork"),
+    "ambient": ("waits of the host; forks", 120, "host_syncs fork"),
     "overlap": ("overlap, peaks and throughput, measured", 150, "overlap peaks throughput"),
-    "soak": ("two hundred steps with sleeping streams; compute-sanitizer", 200, "soak"),
+    "memcheck": ("compute-sanitizer", 200, "memcheck"),
 }
 """Title, limit, and files of tests/device."""
 

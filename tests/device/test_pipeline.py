@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,13 +18,11 @@ from torch import Tensor, nn
 
 from benchmarks.on_gpu.parts import NCCL
 from smpkit.testing import RankFailed
-from smpkit.torch.offload.link import AcceleratorLink
-from tests.device.device import IS_SIMULATED, gpu, sleep
+from tests.device.device import IS_SIMULATED, gpu
 from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu
-from tests.models import CASES, MODELS, Case, token_step, tokens
-from tests.train import Trace, Way, check_same, reference, train, train_plainly, whole
-from tests.transparency.test_checkpointing import Stacked, checkpoint_stack
+from tests.models import CASES, MODELS, Case
+from tests.train import Way, check_same, reference, train, train_plainly
 from tests.transparency.test_data_parallel import row
 from tests.transparency.test_pipeline_schedules import SHAPES
 from tests.transparency.test_sharded_data_parallel import checkpoint, way_of
@@ -75,52 +71,6 @@ def test_models_of_every_shape() -> None:
     # The one that is left out makes a mask on the CPU, wherever its input is: plain PyTorch refuses it on a GPU, too.
     cases = {name: case for name, case in CASES.items() if name != "encoder and decoder"}
     assert run_on_gpu(train_all, cases, WAYS[:1], timeout=150) == [len(cases)] * 2
-
-
-def sleeping(seeds: range) -> int:
-    """Train while the GPU sleeps in layers at random, so that hosts run ahead of it by different amounts."""
-    case, way = SHAPES["skip connections"], SPLIT_VIRTUAL
-    [expected] = train_plainly(on_gpu(case), way)
-    linear = nn.Linear.forward
-    for seed in seeds:
-        dice = random.Random(f"{seed} {os.environ['RANK']}")
-
-        def late(self: nn.Linear, x: Tensor, dice: random.Random = dice) -> Tensor:
-            if dice.random() < 0.3 and x.device.type == gpu().type:
-                sleep(dice.randrange(8_000_000))
-            return linear(self, x)
-
-        nn.Linear.forward = late  # type: ignore[method-assign, assignment]
-        try:
-            check_same(train(case, way), expected, _TOLERANCE)
-        finally:
-            nn.Linear.forward = linear  # type: ignore[method-assign]
-    return len(seeds)
-
-
-def test_a_gpu_that_comes_late_changes_nothing() -> None:
-    assert run_on_gpu(sleeping, range(5), timeout=150) == [5, 5]
-
-
-def train_ways(case: Case, ways: tuple[Way, ...]) -> list[Trace]:
-    with mock.patch.object(AcceleratorLink, "min_bytes", 0):  # these boundaries are smaller than what is worth a copy
-        return [train(case, way) for way in ways]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_offloaded_boundaries_of_checkpointed_layers(dropout: float) -> None:
-    """1F1B with recomputation and the offload engine gives the bits of 1F1B without either."""
-    case, plain = Case(Stacked(dropout), tokens, token_step), Way(2, microbatches=8)
-    offloading = {"offload_activations": True, "activation_loading_horizon": 1}
-    ways = [
-        replace(plain, config=offloading, prepare=functools.partial(checkpoint_stack, strategy))
-        for strategy in ("each", "contiguous")
-    ]
-    ranks = run_on_gpu(train_ways, case, (plain, *ways), timeout=150)
-    [expected] = whole(rank[0] for rank in ranks)
-    for rank in ranks:
-        for found in rank[1:]:
-            check_same(found, expected, 0)
 
 
 REPLICAS = {

@@ -54,7 +54,7 @@ def spoils(step: int) -> bool:
 
 
 def scaled_step(model: Any, inputs: torch.Tensor, scaler: Any, dtype: Any) -> torch.Tensor:
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+    with torch.autocast(inputs.device.type, dtype, enabled=dtype is not None):
         loss = model(inputs).float().square().mean()
     model.backward(scaler.scale(loss))
     return loss
@@ -63,13 +63,15 @@ def scaled_step(model: Any, inputs: torch.Tensor, scaler: Any, dtype: Any) -> to
 train_step = smp.step(scaled_step)
 
 
-def train(step: Any, model: Any, layers: nn.Sequential, optimizer: Any, scaler: Any, dtype: Any) -> list[float]:
+def train(
+    step: Any, model: Any, layers: nn.Sequential, optimizer: Any, scaler: Any, dtype: Any, device: Any = "cpu"
+) -> list[float]:
     """Train for some steps, and return the scale after each."""
     scales = []
     for number in range(6):
         optimizer.zero_grad()
         spoil(layers, spoils(number))  # its rank's own gradient is not finite, and what it sends back neither
-        step(model, batch(number), scaler, dtype)
+        step(model, batch(number).to(device), scaler, dtype)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

@@ -1,4 +1,4 @@
-"""How many of the gate's models torch's own pipelining splits in two, unmodified, with the same output.
+"""How many of the models that smpkit trains torch's own pipelining splits in two, unmodified, with the same output.
 
     python -m tests.transparency.splits_by_torch [NAME ...]     prints one line for each model, and the numbers
 
@@ -21,11 +21,12 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.utils import _pytree as pytree
 
 from smpkit.torch.placement.units import units_of
-from tests.models import Case
-from tests.models_of_others import MISSING, import_torchvision
+from tests.models import CASES, HUGGING_FACE, Case
+from tests.models_of_others import MISSING, TIMM, TORCHVISION, TRANSFORMERS, import_torchvision
 from tests.train import batch, build
-from tests.transparency.test_pipeline_gate import CASE_OF, LIBRARY_OF
 
+OF_TRANSFORMERS = {**HUGGING_FACE, **TRANSFORMERS}
+CASE_OF = {**CASES, **OF_TRANSFORMERS, **TORCHVISION, **TIMM}
 MOST_PLACES = 3
 
 
@@ -94,11 +95,7 @@ def main() -> None:
     outcomes = Counter[str]()
     for name in parser.parse_args().names:
         found = outcome(CASE_OF[name])
-        if (
-            found != "equal"
-            and LIBRARY_OF[name] == "transformers"
-            and outcome(CASE_OF[name], use_cache=False) == "equal"
-        ):
+        if found != "equal" and name in OF_TRANSFORMERS and outcome(CASE_OF[name], use_cache=False) == "equal":
             found = "equal without a cache"
         outcomes[found] += 1
         print(f"{name}: {found}", flush=True)  # noqa: T201 - a command

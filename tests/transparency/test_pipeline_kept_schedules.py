@@ -11,21 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.torch.pipeline.executor import Executor
-from tests.models import TOKENS, WIDTH, Case, block, tokens, with_residuals
+from tests.models import TOKENS, WIDTH, Case, Tied, block, tokens
 from tests.train import Trace, Way, same, train
 
 
-class Tagger(nn.Module):
+class Tagger(Tied):
     """Labels tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(WIDTH, TOKENS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(with_residuals(self.layers, self.embed(ids)))
 
 
 class Cooled(nn.Linear):

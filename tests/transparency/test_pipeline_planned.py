@@ -22,7 +22,7 @@ from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.torch.steps import executor
 from tests.train import Way, batch, build, training
-from tests.transparency.test_pipeline_gate import NO_ANSWER, placed, record
+from tests.transparency.recorded import NO_ANSWER, placed, record
 
 MICROBATCHES = 2
 ASK = {"backward from gradients", "a branch on a value in the step", "a branch on a value in the model"}

@@ -98,24 +98,6 @@ def test_a_step_gives_the_generators_back_as_they_were() -> None:
         assert torch.equal(before, torch.get_rng_state())
 
 
-class Inside(nn.Module):
-    """Calls operations between units: they can be recomputed where one rank holds everything."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first, self.last, self.call = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(lambda x: self.last(functional.dropout(self.first(x).tanh(), 0.5)), x)
-
-
-def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
-    plain, recomputed = (
-        whole(run(Case(functools.partial(Inside, call), vectors, mse_step), Way())) for call in (plainly, by_torch)
-    )
-    check_same(recomputed[0], plain[0], 0)
-
-
 def interrupted(folder: str, way: Way, *, resume: bool) -> list[float]:
     """Return the losses of four steps, the last two after a checkpoint: in the same job or in another one."""
     losses = []

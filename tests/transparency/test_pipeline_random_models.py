@@ -30,7 +30,7 @@ FEW = settings(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-MANY = settings(FEW, max_examples=250)
+MANY = settings(FEW, max_examples=400)
 
 Branch: TypeAlias = tuple[str, tuple["Branch", ...]]
 """A module: its kind and what is in it."""
@@ -196,40 +196,29 @@ class Grow:
         return Grown(self.recipe)
 
 
-@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.slow)])
+def trains_as_in_one_process(recipe: Recipe, degree: int, seed: int | None) -> None:
+    """Train the model of a recipe over a pipeline, with sleeps by the dice of a seed, or without."""
+    by = None if seed is None else functools.partial(train_with_sleeps, seed)
+    same(Case(Grow(recipe), vectors, loss_step), replace(recipe.way, pipeline=degree), by=by)
+
+
+@pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.slow)])
 @FEW
 @given(recipe=recipes())
 def test_random_models_train_as_in_one_process(degree: int, recipe: Recipe) -> None:
-    same(Case(Grow(recipe), vectors, loss_step), replace(recipe.way, pipeline=degree))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("degree", [2, 3, 4], ids=["pp2", "pp3", "pp4"])
-@MANY
-@given(recipe=recipes())
-def test_many_random_models_train_as_in_one_process(degree: int, recipe: Recipe) -> None:
-    same(Case(Grow(recipe), vectors, loss_step), replace(recipe.way, pipeline=degree))
-
-
-# --- with delays ------------------------------------------------------------------------------------------------------
-
-
-def survives_sleeps(recipe: Recipe, seed: int, degree: int) -> None:
-    by = functools.partial(train_with_sleeps, seed)
-    same(Case(Grow(recipe), vectors, loss_step), replace(recipe.way, pipeline=degree), by=by)
+    trains_as_in_one_process(recipe, degree, None)
 
 
 @settings(FEW, max_examples=2)
 @given(recipe=recipes(), seed=st.integers(0, 10**6))
 def test_random_sleeps_neither_hang_nor_change_a_result(recipe: Recipe, seed: int) -> None:
-    survives_sleeps(recipe, seed, 3)
+    trains_as_in_one_process(recipe, 3, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
-@settings(MANY, max_examples=200)
-@given(recipe=recipes(), seed=st.integers(0, 10**6))
-def test_two_hundred_seeds_of_sleeps_neither_hang_nor_change_a_result(degree: int, recipe: Recipe, seed: int) -> None:
-    survives_sleeps(recipe, seed, degree)
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@MANY
+@given(recipe=recipes(), seed=st.none() | st.integers(0, 10**6))
+def test_many_random_models_with_sleeps_and_without(degree: int, recipe: Recipe, seed: int | None) -> None:
+    trains_as_in_one_process(recipe, degree, seed)

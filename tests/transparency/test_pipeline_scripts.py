@@ -14,9 +14,8 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import smpkit.torch as smp
-from smpkit.errors import RemoteError, SmpkitError, UsageError
+from smpkit.errors import SmpkitError, UsageError
 from smpkit.torch.step import StepOutput
-from tests.deadlines import facts
 from tests.models import WIDTH, mse_step, sequential, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import error_of, on_ranks
@@ -372,52 +371,6 @@ def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
         other(x)
     start = f"`{['6', '0'][rank]}`, whose weights pipeline rank {1 - rank} holds, was called outside a step"
     assert caught.value.message == f"{start}, on rank {rank}"
-
-
-# --- what goes wrong on one rank ----------------------------------------------------------------------------------
-
-
-class Fragile(nn.Linear):
-    """Raises when told to."""
-
-    broken = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.broken == "forward":
-            raise ValueError("no such layer")
-        x = super().forward(x)
-        if self.broken == "backward":
-            x.register_hook(lambda _: (_ for _ in ()).throw(ValueError("no such layer")))
-        return x
-
-
-def go_on(where: str) -> list[str]:
-    """Catch what a step raises, and call the next one."""
-    run = Run(2)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile(WIDTH, WIDTH))
-    model, step = run.model(module), run.step(mse_step)
-    step(model, *batch(0))
-    module[1].broken = where  # type: ignore[assignment]
-    messages = []
-    for _ in range(2):
-        with pytest.raises((ValueError, RemoteError, UsageError)) as caught:
-            step(model, *batch(1))
-        messages.append(str(caught.value).splitlines()[0])
-        if smp.pp_rank() == 0:
-            facts().set("told", "")
-        else:  # its end would close its connections
-            facts().wait(["told"])
-    return messages
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_rank_that_catches_its_own_exception_does_not_let_the_others_wait(where: str) -> None:
-    # The others waited for their deadline: this rank had told nobody, and waited for them in the next step.
-    first, second = run_ranks(go_on, 2, where)
-    assert first[0].startswith("rank 1 failed: ValueError: no such layer")
-    assert second[0] == "no such layer"
-    for messages in (first, second):
-        assert messages[1].startswith("a step was called after one that an exception had ended")
 
 
 @on_ranks(2)

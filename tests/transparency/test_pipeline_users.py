@@ -21,7 +21,7 @@ from tests.models_of_others import EAGER, GROUPED, causal
 from tests.ranks import run_ranks
 from tests.torch.steps import error_of, in_a_row, on_ranks
 from tests.train import Way, run, same
-from tests.transparency.test_pipeline_gate import dealt, placed_by, record
+from tests.transparency.recorded import placed, record
 
 
 def collecting_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
@@ -238,7 +238,7 @@ def test_outputs_that_hugging_face_collects_by_hooks_are_those_of_one_process() 
 
 def test_a_fresh_tensor_that_values_of_layers_fill_is_planned_without_data() -> None:
     case = Case(Filling, vectors, mse_step)
-    graph = record(case, placed_by(case, dealt))
+    graph = record(case, placed([f"layers.{rank}" for rank in range(4)], range(4)))
     # The first rank fills both tensors, so each of the others sends it what it has made, once.
     assert [value.source.rank for value in graph.values if value.target.rank == 0] == [1, 2, 3]
 

@@ -360,23 +360,6 @@ def test_a_model_without_memory_is_created_in_parts() -> None:
 # --- failing ----------------------------------------------------------------------------------------------------------
 
 
-def raising(model: Any, ids: Tensor, labels: Tensor) -> None:
-    model(ids)
-    raise ZeroDivisionError
-
-
-@on_ranks(2)
-def test_after_a_failed_pass_training_cannot_go_on() -> None:
-    way = way_of()
-    with training(CASE, way) as script:
-        with pytest.raises(ZeroDivisionError):
-            smp.step(raising)(script.model, *batch(CASE, 0, 8))
-        for again in (lambda: script.run(0), lambda: script.model(batch(CASE, 0, 8)[0])):
-            with pytest.raises(UsageError) as caught:
-                again()
-            assert caught.value.message == "a step failed, and sharded data parallelism cannot go on after that"
-
-
 @on_ranks(4)
 def test_a_step_before_the_groups_have_averaged_is_refused() -> None:
     with training(CASE, way_of(replicas=4, accumulation=2)) as script:
@@ -529,15 +512,18 @@ def test_what_torch_cannot_divide_stays_whole() -> None:
     same(Case(Odd, tokens, token_step), way_of(optimizer="SGD"))
 
 
-@on_ranks(2)
-def test_after_a_failed_forward_outside_of_steps_training_cannot_go_on() -> None:
-    with training(CASE, way_of()) as script:
-        script.model.get_module().register_forward_pre_hook(failing)
-        with pytest.raises(ZeroDivisionError):
-            script.model(batch(CASE, 0, 8)[0])
-        with pytest.raises(UsageError, match="a step failed, and sharded data parallelism cannot go on after that"):
-            script.run(0)
-
-
 def failing(*_: Any) -> None:
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+@on_ranks(2)
+def test_after_a_failed_forward_training_cannot_go_on(in_step: bool) -> None:
+    with training(CASE, way_of()) as script:
+        handle = script.model.get_module().register_forward_pre_hook(failing)
+        with pytest.raises(ZeroDivisionError):
+            script.run(0) if in_step else script.model(batch(CASE, 0, 8)[0])
+        handle.remove()
+        for again in (lambda: script.run(0), lambda: script.model(batch(CASE, 0, 8)[0])):
+            with pytest.raises(UsageError, match="a step failed, and sharded data parallelism cannot go on after that"):
+                again()

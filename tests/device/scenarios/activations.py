@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit
-from smpkit.torch.offload import link
 from smpkit.torch.offload.order import Lead
 from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same
-from tests.models import WIDTH as FEATURES
-from tests.torch.recompute import test_policies as policies
 
 checkpoint = partial(torch_checkpoint.checkpoint, use_reentrant=False)
 """As torch.utils.checkpoint calls it: smpkit replaces what is behind it."""
@@ -25,18 +22,18 @@ checkpoint = partial(torch_checkpoint.checkpoint, use_reentrant=False)
 class Decoder(nn.Module):
     """A few layers of a transformer, each checkpointed or not."""
 
-    def __init__(self, *, dropout: float = 0.0, is_checkpointed: bool = True, **settings: Any) -> None:
+    def __init__(self, *, dropout: float = 0.0, is_checkpointed: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, WIDTH)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout, batch_first=True) for _ in range(4)
         )
-        self.is_checkpointed, self.settings = is_checkpointed, settings
+        self.is_checkpointed = is_checkpointed
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, **self.settings) if self.is_checkpointed else layer(x)
+            x = checkpoint(layer, x) if self.is_checkpointed else layer(x)
         return x @ self.embedding.weight.T
 
 
@@ -88,60 +85,8 @@ def offloaded(*, is_autocast: bool = False, lead: Lead = 1, budget: int | None =
 
 
 add("activations, dropout", partial(offloaded, dropout=0.3), is_quick=True)
-add("activations, reentrant, lead 2", partial(offloaded, use_reentrant=True, lead=2))
 add("activations, autocast, lead auto", partial(offloaded, is_autocast=True, lead="auto"), is_quick=True)
 add("activations, host memory for two layers", partial(offloaded, budget=2048), is_quick=True)
-
-
-def outputs_that_a_policy_offloads(lead: int) -> None:
-    """Offload the outputs of matrix products, which are not on the device between forward and backward."""
-    with torch.device("cpu"):
-        model, plain = policies.Model(policies.MUST), policies.Model(policies.SAVE)
-    rows, held = 64, list[int]()
-    bytes_of_layer = 4 * rows * 2 * FEATURES
-
-    def step(model: nn.Module) -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        x = torch.ones(rows, FEATURES, device=DEVICE)
-        before = torch.accelerator.memory_allocated()
-        y = model(x)
-        held.append(torch.accelerator.memory_allocated() - before)
-        y.square().sum().backward()
-        return gradients_of(model)
-
-    plain.to(DEVICE)
-    model.to(DEVICE)
-    expected = step(plain)
-    with smpkit.offload_activations(model, lead=lead, min_bytes=0):
-        for number in range(3):
-            assert_same(step(model), expected, f"in step {number}")
-    # Those of the last three layers are needed too soon, or are on their way.
-    stay = held[0] - (policies.LAYERS - 3) * bytes_of_layer
-    assert max(held[1:]) <= stay, f"{held[1:]} bytes stay of {held[0]}"
-
-
-for _lead in (1, 2):
-    _name = f"activations, outputs that a policy offloads, lead {_lead}"
-    add(_name, partial(outputs_that_a_policy_offloads, _lead), is_quick=_lead == 1)
-
-
-def graphs() -> None:
-    """Run each backward of two graphs twice, the later one first, while a third has been dropped that none has used."""
-    model, tokens = make()
-
-    def step() -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        losses = [loss_of(model, (tokens + number) % 32) for number in range(3)]
-        del losses[1]
-        for loss in reversed(losses):
-            loss.backward(retain_graph=True)
-            loss.backward()
-        return gradients_of(model)
-
-    compare(step, model, lead=2)
-
-
-add("activations, graphs kept", graphs, is_quick=True)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -277,23 +222,19 @@ class Waiting(Scale):
 
 
 class Elsewhere(Chain):
-    """The input of the first layer is another stream's: kept there, or only allocated there."""
+    """The input of the first layer is allocated on another stream."""
 
-    def __init__(self, first: nn.Module, *, is_kept: bool) -> None:
-        super().__init__(first, Scale(), Scale(), Scale())
-        self.is_kept, self.side = is_kept, torch.Stream(DEVICE)
+    def __init__(self) -> None:
+        super().__init__(Waiting(), Scale(), Scale(), Scale())  # so the copy ends before the first layer's work begins
+        self.side = torch.Stream(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         main = torch.accelerator.current_stream(DEVICE)
         self.side.wait_stream(main)
         with self.side:
             y = x * 2
-            y = checkpoint(self[0], y).sum() if self.is_kept else y
         main.wait_stream(self.side)
-        if self.is_kept:
-            y.record_stream(main)
-        else:  # no `record_stream`: without offloading the graph keeps it until backward
-            y = checkpoint(self[0], y).sum()
+        y = checkpoint(self[0], y).sum()  # no `record_stream`: without offloading the graph keeps it until backward
         later = x
         for layer in list(self)[1:]:  # the engine lets go of the earlier one's memory
             later = checkpoint(layer, later * 2)
@@ -302,28 +243,14 @@ class Elsewhere(Chain):
         return y + later.sum()
 
 
-def elsewhere(first: type[nn.Module], *, is_kept: bool) -> None:
-    """Give memory back that another stream owns or uses."""
-    compare_gradients(Elsewhere(first(), is_kept=is_kept), rows_on_device())
-
-
-add("activations, kept on another stream", partial(elsewhere, Scale, is_kept=True), is_quick=True)
-add("activations, allocated on another stream", partial(elsewhere, Scale, is_kept=False), is_quick=True)
-_waiting = partial(elsewhere, Waiting, is_kept=False)  # so the copy to the host ends before the layer's work begins
-add("activations, allocated on another stream, waiting", _waiting, is_quick=True)
+add(
+    "activations, allocated on another stream, waiting",
+    lambda: compare_gradients(Elsewhere(), rows_on_device()),
+    is_quick=True,
+)
 
 
 # --- the unexpected ---------------------------------------------------------------------------------------------------
-
-
-def measured_beside_work() -> None:
-    """Measure the link with memory that queued work still uses."""
-    link._speeds.clear()
-    torch.ones(link._MEASURED_BYTES // 4, device=DEVICE).mul_(2)  # freed at once
-    smpkit.offload_activations(nn.Linear(1, 1).to(DEVICE)).close()
-
-
-add("activations, measured beside work", measured_beside_work, is_quick=True)
 
 
 class Parts(Chain):
@@ -339,21 +266,17 @@ class Parts(Chain):
 add("activations, views", lambda: compare_gradients(Parts(), rows_on_device(64)), is_quick=True)
 
 
-def ended_at_once(*, closes: bool) -> None:
-    """Let go of everything while copies are on their way, with or without closing it, and take memory anew."""
+def dropped_at_once() -> None:
+    """Let go of everything while copies are on their way, without closing it, and take memory anew."""
     model, tokens = make()
     expected = train_step(model, tokens)
     for number in range(2):
         offload = smpkit.offload_activations(model, min_bytes=0, lead=1)
         assert_same(train_step(model, tokens), expected, f"in round {number}")
         loss = loss_of(model, tokens)
-        if closes:
-            offload.close()
-        else:
-            for hook in offload._hooks:  # the model holds them
-                hook.remove()
+        for hook in offload._hooks:  # the model holds them
+            hook.remove()
         del loss, offload
 
 
-add("activations, closed at once", partial(ended_at_once, closes=True), is_quick=True)
-add("activations, dropped at once", partial(ended_at_once, closes=False), is_quick=True)
+add("activations, dropped at once", dropped_at_once, is_quick=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,10 +18,8 @@ from smpkit.testing.simulated_device import Speeds
 from smpkit.torch import calibrate
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
-from smpkit.torch.offload import link as offload_link
 from smpkit.torch.pipeline.pipeline import measure_times
 from smpkit.torch.placement.trace import TrialStep
-from smpkit.torch.recording import recorder
 from tests.device.on_sim import in_virtual_time
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
 from tests.torch.steps import train_step
@@ -125,31 +121,6 @@ def steps_to_choose_from() -> None:
 
 
 add("measured, steps to choose from", steps_to_choose_from, is_quick=True)
-
-
-def stalls_of_recorded_steps() -> None:
-    """Record steps whose loads are late: where their time went holds what the report of offloading says."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {recorder.EVENTS_DIR: folder}):
-        smp.init({"offload_activations": True, "activation_loading_horizon": 1, "microbatches": 1})
-    model = layers()
-    x = torch.zeros(64, WIDTH)
-    smp.set_activation_checkpointing(model)
-    with mock.patch.object(offload_link.AcceleratorLink, "min_bytes", 0):
-        wrapped: Any = smp.DistributedModel(model)
-    with by_the_clock(back=x.nbytes / (4 * _BACKWARD)):
-        for _ in range(8):
-            train_step(wrapped, x)
-        latest = recorder.latest_recorder()
-        assert latest is not None
-        split, offloaded = latest.meter.split(), smp.offload_report()
-    smp.shutdown()
-    stalled = sum(each.stall_seconds for each in offloaded.steps[-2:]) / 2
-    assert stalled > _BACKWARD
-    assert split.stall == pytest.approx(stalled, rel=0.01)
-    assert split.compute == pytest.approx(_LAYERS * (_FORWARD + _BACKWARD), rel=0.01)
-
-
-add("measured, stalls of recorded steps", stalls_of_recorded_steps, is_quick=True)
 
 
 def pipeline() -> None:

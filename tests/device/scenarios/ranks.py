@@ -11,10 +11,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-import smpkit.torch as smp
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import link
-from tests.device.scenarios.common import DEVICE, WIDTH, add, assert_same, present_order, rows
+from tests.device.scenarios.common import DEVICE, add, assert_same, present_order
 from tests.models import Case, Dropping
 from tests.torch.pipeline import test_gpu_link_order
 from tests.train import KINDS, Way, batch, checkpoint_layers, divide_layers, training
@@ -80,70 +79,6 @@ def divide_and_checkpoint(module: Any) -> None:
     checkpoint_layers(module)
 
 
-class Halves(nn.Module):
-    """Two layers, which lie on a rank each; returns what both have made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        first = self.first(x)
-        return first, self.second(first)
-
-
-@smp.step
-def both_halves(model: Any, x: Tensor) -> Tensor:
-    """Run one microbatch."""
-    loss = model(x)[1].square().mean()
-    model.backward(loss)
-    return loss
-
-
-@smp.step
-def evaluated_halves(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the value that went from one rank to the other, and what became of it."""
-    first, second = model(x)
-    return first, second
-
-
-@smp.step
-def second_half(model: Any, x: Tensor) -> Tensor:
-    """Return what the second rank makes, which then waits for nothing of the first."""
-    return model(x)[1]
-
-
-def trained_with_waits_of_others() -> list[Tensor]:
-    """Return the weights after steps behind each of which ranks wait for each other without a pipeline's message.
-
-    What an evaluation returns is written to at once.
-    """
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
-    with torch.device("cpu"):
-        torch.manual_seed(3)
-        module = Halves()
-    smp.set_partition(module.second, 1)
-    model: Any = smp.DistributedModel(module.to(DEVICE))
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    found = []
-    for number in range(4):
-        x = rows(number).to(DEVICE) * 1.5
-        optimizer.zero_grad()
-        found += both_halves(model, x).outputs
-        smp.barrier()
-        optimizer.step()
-        with torch.no_grad():
-            first, second = evaluated_halves(model, x)
-        for each in first.outputs:
-            each.zero_()
-        with torch.no_grad():
-            found += [*second.outputs, *second_half(model, x).outputs]
-        smp.barrier()
-    found = [each.detach().cpu() for each in [*found, *(each for _, each in model.local_named_parameters())]]
-    smp.shutdown()
-    return found
-
-
 def over_a_model_of_nccl() -> None:
     """Send messages over connections of which any may start first, which the simulated device does not do."""
     for seed in range(3):
@@ -181,8 +116,6 @@ for _kind, _of_kind in _KINDS.items():
 for _kind in ("pipeline", "interleaved"):
     _trains = partial(trained_from_the_device, KINDS[_kind])
     add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
-_run = partial(same_as_in_order, trained_with_waits_of_others)
-add("ranks, pipeline, waits of others", _run, ranks=2)
 for _horizon in (2, "auto"):
     _trains = partial(trained_offloaded, _of_pipelines, _horizon)
     add(f"ranks, pipeline, offloaded, horizon {_horizon}", partial(same_as_in_order, _trains), ranks=2)

@@ -26,7 +26,6 @@ from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import folder as folder_module
 from smpkit.torch.checkpoints import reader as reader_module
 from smpkit.torch.checkpoints import whole as whole_module
-from smpkit.torch.checkpoints.background import Snapshot
 from tests.deadlines import wait_shortly
 from tests.models import MODELS
 from tests.ranks import run_ranks
@@ -266,24 +265,6 @@ def test_a_killed_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     assert str(caught.value) == "--- rank 1: died without a traceback (exit code -9)"  # rank 0 has ended its wait
     assert (tmp_path / "newest").read_text() == "good_partial\n"
     assert sorted(path.name for path in tmp_path.glob("*_partial")) == ["good_partial"]
-
-
-def test_a_snapshot_uses_the_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(smp.state), "device", torch.device("cpu"))
-    turned, large = torch.arange(6.0).reshape(2, 3).t(), torch.arange(100.0)
-    values = {"turned": turned, "part": large[10:20], "empty": torch.empty(0, 3), "scalar": torch.tensor(7)}
-    snapshot = Snapshot()
-    copies = {name: snapshot.copy(name, value) for name, value in values.items()}
-    snapshot.finish()
-    snapshot.wait()
-    expected = {name: value.clone() for name, value in values.items()}
-    turned.zero_()
-    large.zero_()
-    assert all(torch.equal(copies[name], value) for name, value in expected.items())
-    assert copies["part"].untyped_storage().nbytes() == 40
-    again = Snapshot()
-    assert again.copy("turned", turned).data_ptr() == copies["turned"].data_ptr()
-    again.finish()
 
 
 SCRIPT = """

@@ -25,12 +25,6 @@ def index_text(tag: str, order: int = 1, size: int = 3) -> str:
     return index.to_text()
 
 
-@pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "..", "newest", 3, None], ids=repr)
-def test_a_tag_that_cannot_be_a_file_name_is_refused(tag: object) -> None:
-    with pytest.raises(UsageError, match="cannot be the tag"):
-        files.check_tag(tag)
-
-
 @pytest.mark.parametrize("path", ["s3://bucket/ck", Path("gs://bucket"), "~/ck"], ids=str)
 def test_a_folder_that_is_elsewhere_is_not_made_here(path: str | Path) -> None:
     """Composer and TensorFlow's estimators take `s3://`, transformers `~`: here both would be names of folders."""

@@ -15,9 +15,9 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import agreement, folder, reader
-from smpkit.torch.checkpoints.entries import MAX_WRITERS, Chunk, chunks_of, writers_of
+from smpkit.torch.checkpoints.entries import MAX_WRITERS, Chunk, writers_of
 from smpkit.torch.checkpoints.folder import Index, find_corruption, read_index
-from smpkit.torch.checkpoints.reader import Reader, ReadSlice, Target, read_into, whole_tensor
+from smpkit.torch.checkpoints.reader import Reader, ReadSlice, Target, read_into
 from smpkit.torch.checkpoints.resume import files_to_check
 from smpkit.torch.checkpoints.tensors import open_tensors
 from smpkit.torch.distributed.objects import object_from
@@ -88,21 +88,6 @@ class CountingReader(Reader):
             return torch.zeros(*sizes, dtype=torch.uint8)
 
         yield read
-
-
-@pytest.mark.parametrize("num_ranks", [8, 64, 512])
-def test_a_rank_opens_and_reads_what_it_holds(num_ranks: int) -> None:
-    items = items_of(num_ranks)
-    writers = writers_of(items, range(num_ranks))
-    files = {name: f"{name.split()[0]}s of {writers[name]}" for name, *_ in items}
-    reader = CountingReader(Path(), {name: whole_tensor(files[name], name, [s], torch.uint8) for name, s, _ in items})
-    for rank in range(0, num_ranks, num_ranks // 8):
-        held = {name: (torch.empty(size, dtype=torch.uint8), chunks_of([size])[0]) for name, size, _ in items[:96]}
-        held[f"state {rank}"] = torch.empty(4000, dtype=torch.uint8), chunks_of([4000])[0]
-        opened, num_read = reader.count(held)
-        assert opened == sorted({files[name] for name in held}), "each once"
-        assert len(opened) <= MAX_WRITERS + 1
-        assert num_read == sum(tensor.numel() for tensor, _ in held.values())
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64, 512])

@@ -91,14 +91,6 @@ def test_trap_4_another_configuration_after_wrapping_is_refused_by_name() -> Non
     assert smp.state.cfg.microbatches == 4
 
 
-def test_init_works_again_after_shutdown() -> None:
-    for microbatches in (1, 2, 3):
-        smp.init({"microbatches": microbatches})
-        smp.shutdown()
-        assert not dist.is_initialized()
-    smp.shutdown()  # twice is harmless
-
-
 def test_degrees_that_do_not_fit_the_world_are_a_config_error_and_leave_nothing_behind() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_degree"):
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
@@ -184,16 +176,6 @@ def test_trap_4_other_degrees_remake_the_groups_while_no_model_is_wrapped() -> N
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=smp.get_pp_process_group())
     assert int(tensor) == 2
-
-
-@on_ranks(2)
-def test_ranks_can_meet_again_after_shutdown() -> None:
-    for _ in range(3):
-        smp.init({"ddp": True})
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=smp.get_dp_process_group())
-        assert int(tensor) == 2
-        smp.shutdown()
 
 
 @on_ranks(2)

@@ -18,10 +18,10 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.data_parallel.reducer import Bucket, ReduceTarget, plan_buckets
-from tests.models import MODELS, Case
+from tests.models import Case
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, train_step
-from tests.train import Trace, Training, Way, batch, same, trace_of, training, world
+from tests.train import Trace, Training, Way, batch, same, trace_of, world
 
 
 class Branches(nn.Module):
@@ -318,20 +318,3 @@ def test_packing_and_unpacking_is_exact_for_every_shape_and_stride() -> None:
         for param, expected in zip(bucket.params, wanted, strict=True):
             assert param.grad is not None
             assert torch.equal(param.grad, expected)
-
-
-def trained(replicas: int) -> tuple[float, list[list[float]]]:
-    """Train on the batches of this rank's replica; return the last loss, and the parameters of the root."""
-    case = MODELS["parameters of the root"]
-    with training(case, Way(2, replicas=replicas, config={"ddp": False})) as of_rank:
-        for number in range(3):
-            loss = of_rank.step(*batch(case, number, 4, smp.rdp_rank())).reduce_mean().item()
-        return loss, [each.tolist() for name, each in sorted(of_rank.parameters()) if "." not in name]
-
-
-def test_a_parameter_of_the_root_trains_with_its_own_replica() -> None:
-    alone = run_ranks(trained, 2, 1)
-    both = run_ranks(trained, 4, 2)
-    assert len(alone[0][1]) == 3
-    assert both[:2] == alone
-    assert both[2] == both[3] != alone[0]

@@ -1,12 +1,13 @@
-"""Each parameter is equal on the ranks that hold it, and its gradient averaged over the ranks that it says."""
+"""Each parameter is equal on the ranks that hold it, and what differs between ranks is named.
+
+Gradients, averaged over the right ranks with the right scale: tests/transparency/test_tensor_parallel.py.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
@@ -19,7 +20,7 @@ TP = 2
 
 
 class Kinds(nn.Module):
-    """One parameter of each kind; the gradient of each is what forward is given for it."""
+    """One parameter of each kind."""
 
     def __init__(self, tp_rank: int) -> None:
         super().__init__()
@@ -39,80 +40,20 @@ class Kinds(nn.Module):
         self.register_buffer("piece_buffer", table)
         mark(table, shard(0, CommGroup.RDP_GROUP, 1))
 
-    def forward(self, weight: Tensor) -> Tensor:
-        return sum((weight * parameter).sum() for parameter in self.parameters())  # type: ignore[return-value]
 
-
-def start(**options: Any) -> smp.DistributedModel:
+@on_ranks(4)
+def test_ranks_start_with_the_values_of_the_first_that_holds_the_same() -> None:
     # placement DPT: global rank = 2 * rdp_rank + tp_rank
-    config = {"ddp": True, "tensor_parallel_degree": TP, "microbatches": options.pop("microbatches", 1)}
-    smp.init(config)
+    smp.init({"ddp": True, "tensor_parallel_degree": TP})
     module = Kinds(smp.tp_rank())
     with torch.no_grad():
         for value in [*module.parameters(), *module.buffers()]:
             value.fill_(smp.rank() + 1.0)
-    return smp.DistributedModel(module, **options)
-
-
-@smp.step
-def kinds_step(model: Any, weight: Tensor, backwards: int) -> None:
-    for _ in range(backwards):
-        model.backward(model(weight))
-
-
-@on_ranks(4)
-def test_ranks_start_with_the_values_of_the_first_that_holds_the_same() -> None:
-    module = start().get_module()
+    smp.DistributedModel(module)
     wholes, pieces = ("ordinary", "scaled", "partial", "whole_buffer"), ("piece", "frozen", "piece_buffer")
     expected = {**dict.fromkeys(wholes, 1.0), **dict.fromkeys(pieces, smp.rank() % TP + 1.0)}
     held = [*module.named_parameters(), *module.named_buffers()]
     assert {name: float(value.flatten()[0]) for name, value in held} == expected
-
-
-def model_parameter_of(rank: int) -> Tensor:
-    return torch.tensor([1.0, 10.0], dtype=torch.float64) * (rank + 1) ** 2
-
-
-def train(microbatches: int, accumulation: int, backwards: int, overlap: bool) -> list[dict[str, Tensor | None]]:
-    model = start(
-        microbatches=microbatches,
-        backward_passes_per_step=accumulation,
-        overlapping_allreduce=overlap,
-        bucket_cap_mb=0.00002,
-    )
-    seen = []
-    batch = model_parameter_of(smp.rank()).expand(microbatches, 2)
-    for turn in range(3):
-        if turn < 2:  # the third adds to the second
-            model.zero_grad()
-        if turn == 1:
-            model.module.get_parameter("frozen").requires_grad_(True)
-        for _ in range(accumulation):
-            kinds_step(model, batch, backwards)
-        seen.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
-    return seen
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    ("microbatches", "accumulation", "backwards", "overlap"),
-    [(1, 1, 1, True), (2, 2, 1, True), (2, 1, 2, True), (1, 2, 2, False)],
-)
-def test_gradients_are_averaged_over_their_group_and_scaled_once(
-    microbatches: int, accumulation: int, backwards: int, overlap: bool, size: int
-) -> None:
-    everyone = range(size)
-    for rank, turns in enumerate(run_ranks(train, size, microbatches, accumulation, backwards, overlap)):
-        replicas = [each for each in everyone if each % TP == rank % TP]
-        over_dp = torch.stack([model_parameter_of(each) for each in everyone]).mean(0)
-        over_rdp = torch.stack([model_parameter_of(each) for each in replicas]).mean(0)
-        once = {"ordinary": over_dp, "piece": over_rdp / TP, "scaled": over_rdp / TP, "partial": over_dp * TP}
-        once["frozen"] = once["piece"]
-        times = accumulation * backwards  # the microbatches are averaged
-        for turn, gradients in enumerate(turns):
-            added = 2 if turn == 2 else 1
-            wanted = {name: None if name == "frozen" and turn == 0 else once[name] * times * added for name in once}
-            torch.testing.assert_close(gradients, wanted, rtol=1e-13, atol=0)
 
 
 def differ(what: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from smpkit.torch.distributed.host_memory import (
     container_limit,
     mapped_bytes,
     pinned_bytes,
-    touch,
     zeros,
 )
 
@@ -83,26 +80,6 @@ def test_mapped_bytes_are_exact_and_large_pages_are_asked_for_where_one_fits(
     large = [(start, length) for _, start, length in advice]
     begin = memory.data_ptr() - torch.frombuffer(mappings[0], dtype=torch.uint8).data_ptr() if mappings else 0
     assert large == ([(begin, num_bytes // LARGE_PAGE * LARGE_PAGE)] if num_bytes >= LARGE_PAGE else [])
-
-
-@ASKS_LINUX
-def test_pages_that_were_touched_are_there_by_the_work_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_PIECE", 16 << 20)
-    monkeypatch.setattr(host_memory, "own_cores", lambda: 2)
-    threads, both, zero = set[str](), threading.Barrier(2, timeout=60), Tensor.zero_
-
-    def write(pages: Tensor) -> None:
-        threads.add(threading.current_thread().name)
-        if len(threads) < 2 or both.n_waiting:
-            both.wait()  # until the other has begun
-        zero(pages)
-
-    monkeypatch.setattr(Tensor, "zero_", write)
-    memory, before = mapped_bytes(160 << 20), process_bytes(1)
-    touch(memory)
-    assert process_bytes(1) - before >= 150 << 20  # threads of other tests may end meanwhile
-    assert len(threads) == 2
-    assert not memory[:: 1 << 16].any()
 
 
 def test_a_child_has_no_part_of_what_is_not_for_it() -> None:
@@ -224,17 +201,6 @@ def test_a_device_without_streams_needs_no_pinned_memory(cudart: Cudart) -> None
     assert pinned_bytes(torch.device("cpu"), 3 * LARGE_PAGE).nbytes == 3 * LARGE_PAGE
     assert pinned_bytes(CUDA, 0).nbytes == 0
     assert cudart.pinned == []
-
-
-def test_long_work_says_how_far_it_is_and_short_work_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    progress = host_memory._Progress()
-    with caplog.at_level(logging.INFO, "smpkit"):
-        for _ in range(12):
-            progress.add(1 << 30, 1.0)
-    assert [record.getMessage() for record in caplog.records] == [
-        "pinning host memory: 5.0 GiB in 5 s (1.00 GiB/s)",
-        "pinning host memory: 10.0 GiB in 10 s (1.00 GiB/s)",
-    ]
 
 
 # --- how much there is ------------------------------------------------------------------------------------------------

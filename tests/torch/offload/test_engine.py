@@ -180,15 +180,6 @@ def test_an_exception_leaves_nothing_and_training_goes_on(when: int) -> None:
     engine.close()
 
 
-def test_a_forward_without_backward_leaves_nothing() -> None:
-    engine = engine_on(slow())
-    y = forward(chain(6), inputs(), engine)
-    assert engine.footprint() == 6 * BOUNDARY_BYTES
-    del y
-    assert_idle(engine)
-    engine.close()
-
-
 class Broken(Link):
     """Copies nothing to the host."""
 

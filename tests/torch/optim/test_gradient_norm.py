@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -13,70 +12,13 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.plan.mesh import CommGroup
 from smpkit.torch.optim.gradient_norm import global_norm, hold_gradients
-from smpkit.torch.placement.shards import TpShard, mark, take_shard
 from tests.models import MODELS
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
 from tests.train import Training, Way, reference, world
 
 NORMS = [2.0, 1.0, 3.0, float("inf")]
-
-
-def whole_gradients() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = {"first": (4, 3), "second": (6,), "third": (2, 2), "empty": (0,)}
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
-
-
-def clip_plainly(norm_type: float, max_norm: float) -> tuple[Tensor, dict[str, Tensor]]:
-    parameters = {name: nn.Parameter(torch.zeros_like(value)) for name, value in whole_gradients().items()}
-    for name, gradient in whole_gradients().items():
-        parameters[name].grad = gradient if gradient.numel() else None
-    norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm, norm_type)
-    return norm, {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-
-
-def clip_in_parts(max_norm: float) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """`first` in pieces over two tensor-parallel ranks, `second` and `third` whole on all of them."""
-    tp_size = 2 if int(os.environ["WORLD_SIZE"]) > 1 else 1
-    smp.init({"ddp": True, "tensor_parallel_degree": tp_size})
-    results = []
-    for norm_type in NORMS:
-        module = nn.Module()
-        for name, gradient in whole_gradients().items():
-            mine = gradient
-            if name == "first" and tp_size > 1:
-                shard = TpShard((4, 3), 0, (), smp.tp_rank(), tp_size, CommGroup.RDP_GROUP, 1 / tp_size)
-                mine = take_shard(gradient, shard)
-            parameter = nn.Parameter(torch.zeros_like(mine))
-            if mine is not gradient:
-                mark(parameter, shard)
-            parameter.grad = mine
-            module.register_parameter(name, parameter)
-        norm = smp.clip_grad_norm_(module if norm_type == 2.0 else module.parameters(), max_norm, norm_type)
-        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-        results.append((norm, gradients))
-    return results
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_pieces_over_tensor_parallel_ranks_clip_as_in_one_process(size: int, max_norm: float) -> None:
-    ranks = run_ranks(clip_in_parts, size, max_norm)
-    for index, norm_type in enumerate(NORMS):
-        norm, gradients = clip_plainly(norm_type, max_norm)
-        for rank, results in enumerate(ranks):
-            ours, clipped = results[index]
-            assert torch.equal(ours, ranks[0][index][0])
-            torch.testing.assert_close(ours, norm, rtol=1e-14, atol=0)
-            for name, gradient in gradients.items():
-                rows = slice(2 * (rank % 2), 2 * (rank % 2) + 2) if name == "first" and size > 1 else slice(None)
-                torch.testing.assert_close(clipped[name], gradient[rows], rtol=1e-13, atol=0)
-            if size == 1:
-                assert torch.equal(ours, norm)
-                assert all(torch.equal(clipped[name], gradient) for name, gradient in gradients.items())
 
 
 CASE = MODELS["tied modules"]

@@ -68,12 +68,6 @@ def test_copies_have_no_memory_either_and_get_values_of_their_own() -> None:
     smp.shutdown()
 
 
-def test_disabled_it_does_nothing() -> None:
-    with smp.delay_param_initialization(enabled=False):
-        module = Net()
-    assert storage_bytes(module) == sum(p.nbytes for p in module.parameters())
-
-
 def train_on_a_part(case: Case, way: Way) -> Trace:
     with training(case, way) as trained:
         outputs = [trained.run(number) for number in range(len(way.batches))]
@@ -85,16 +79,6 @@ def train_on_a_part(case: Case, way: Way) -> Trace:
 @pytest.mark.parametrize("degree", [2, 4])
 def test_weights_do_not_depend_on_the_partition(degree: int) -> None:
     same(Case(make, tokens, token_step), Way(pipeline=degree), like=Way(), by=train_on_a_part)
-
-
-@pytest.mark.usefixtures("world")
-def test_modules_initialise_their_weights_one_after_the_other() -> None:
-    smp.init()
-    weights = smp.DistributedModel(make()).state_dict()
-    assert not any(value.isnan().any() for value in weights.values())
-    assert weights["embedding.weight"][0].eq(0).all()
-    assert weights["layers.0.0.weight"].std() > 0.05
-    assert not torch.equal(weights["layers.0.0.weight"], weights["layers.1.0.weight"])
 
 
 @on_ranks(2)
@@ -127,14 +111,6 @@ def test_initialising_a_layer_keeps_the_statistics_that_were_loaded() -> None:
     assert norm.weight.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_module_that_nobody_can_initialise_is_named() -> None:
-    smp.init()
-    with smp.delay_param_initialization():
-        module = nn.Sequential(nn.Linear(3, 3), Stubborn())
-    with pytest.raises(UsageError, match=r"parameters of `1` \(Stubborn\)"):
-        smp.DistributedModel(module)
-
-
 @pytest.mark.usefixtures("world")
 def test_a_hugging_face_model_initialises_itself() -> None:
     transformers = pytest.importorskip("transformers")
@@ -157,9 +133,10 @@ class HalfInitialised(nn.Linear):
 
 
 @pytest.mark.usefixtures("world")
-def test_a_parameter_that_its_module_leaves_out_is_no_garbage() -> None:
+@pytest.mark.parametrize("kind", [Stubborn, HalfInitialised])
+def test_a_module_that_initialises_nothing_or_not_all_is_named(kind: type[nn.Module]) -> None:
     smp.init()
     with smp.delay_param_initialization():
-        module = nn.Sequential(HalfInitialised())
-    with pytest.raises(UsageError, match=r"parameters of `0` \(HalfInitialised\)"):
+        module = nn.Sequential(nn.Linear(3, 3), kind())
+    with pytest.raises(UsageError, match=rf"parameters of `1` \({kind.__name__}\)"):
         smp.DistributedModel(module)

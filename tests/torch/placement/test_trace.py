@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import partition
-from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.split_backward import backward_inputs
 from smpkit.torch.placement.fused_kernels import FusedKernels
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
@@ -244,12 +243,6 @@ def test_torchs_own_log_of_a_pass_that_fails_stays_unseen(capfd: pytest.CaptureF
         assert "failed while" in capfd.readouterr().err  # of others it is seen
     finally:
         torchs.removeHandler(handler)
-
-
-@pytest.mark.usefixtures("no_failed_pass")
-def test_a_job_on_another_device_gets_the_partition_that_smpkit_plan_shows() -> None:
-    planned = [strip(unit.cost) for unit in describe(lambda: (Language(), tokens())).units]
-    assert costs_of(Language(), on(DEVICE, tokens())) == planned
 
 
 class Attending(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.precision.cast import cast_model
-from tests.models import DROPOUT
 from tests.torch.steps import on_ranks, train_step
-from tests.train import Way, checkpoint_layers, same
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -251,13 +248,3 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(config: dict[str, Any], s
     optimizer.step()
     assert not optimizer.overflow
     assert not all(each.equal(old) for each, old in zip(own, before, strict=True))
-
-
-def test_checkpointing_and_offloading_change_no_bit() -> None:
-    plain = Way(pipeline=2, config={"fp16": True})
-    same(
-        DROPOUT,
-        replace(plain, config={**plain.config, "offload_activations": True}, prepare=checkpoint_layers),
-        like=plain,
-        tolerance=0,
-    )

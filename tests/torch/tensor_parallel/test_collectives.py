@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from benchmarks.tensor_parallel.counted import counted
@@ -19,7 +18,6 @@ from smpkit.errors import ConfigError, UsageError
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core import devices
 from smpkit.torch.tensor_parallel import collectives as c
-from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout, enter_region
 from smpkit.torch.tensor_parallel.loss import _own_labels
 from tests.ranks import run_ranks
@@ -195,33 +193,6 @@ def test_wrong_labels_are_found_on_a_device_without_waiting_for_it() -> None:
 
 def cross_entropy_labels(labels: torch.Tensor) -> torch.Tensor:
     return _own_labels(labels, -100, 8)
-
-
-def drop(same_seed: bool) -> dict[str, Any]:
-    start()
-    torch.manual_seed(0 if same_seed else smp.tp_rank())
-    x = torch.ones(4, 64, requires_grad=True)
-    masks: dict[str, Any] = {each.value: ParallelDropout(0.5, each)(x).tolist() for each in Layout}
-    after = torch.rand(3).tolist()
-    dropout, gradients = ParallelDropout(0.5, Layout.REPLICATE), []
-    for recompute in (False, True):
-        torch.manual_seed(4 + smp.tp_rank())
-        output = checkpoint(dropout, x, use_reentrant=False) if recompute else dropout(x)
-        gradients.append(torch.autograd.grad((output * output).sum(), x)[0])
-    masks["repeats"] = torch.equal(*gradients)
-    masks["stream"] = after
-    smp.shutdown()
-    return masks
-
-
-@pytest.mark.parametrize("same_seed", [True, False])
-def test_dropout_is_equal_on_equal_values_and_different_on_parts(same_seed: bool) -> None:
-    first, second = run_ranks(drop, 2, same_seed)
-    for boundary in Layout:
-        assert (first[boundary.value] == second[boundary.value]) is (boundary is Layout.REPLICATE), boundary
-    assert first["repeats"]
-    assert second["repeats"]
-    assert (first["stream"] == second["stream"]) is same_seed  # the script's own numbers are its own
 
 
 @on_ranks(2)

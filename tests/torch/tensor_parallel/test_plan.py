@@ -169,20 +169,6 @@ def delayed() -> None:
         assert torch.equal(states[1][name], value), name
 
 
-def indivisible() -> None:
-    """Three heads stay whole, and so does what belongs to them."""
-    case = divisible("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
-    module = case.build()
-    model = wrapped(module, prescaled_batch=True)
-    layer = model.get_module().model.layers[0]
-    assert layer.self_attn.q_proj.weight.shape == (12, 12)
-    assert layer.mlp.gate_proj.weight.shape == (12, 12)
-    tokens, *_ = samples()
-    expected = case.build()(input_ids=tokens)
-    torch.testing.assert_close(model(input_ids=tokens).logits, expected.logits)
-    smp.shutdown()
-
-
 class NormedEmbedding(nn.Embedding):
     """As Inkling has it: what it looks up goes through a norm of its own."""
 
@@ -244,7 +230,7 @@ def weights_that_others_read() -> None:
 
 
 CASES = (
-    *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed, indivisible),
+    *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed),
     embeddings_with_more_than_a_table,
     weights_that_others_read,
     adapters,

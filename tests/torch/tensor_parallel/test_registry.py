@@ -69,13 +69,6 @@ def test_a_module_argument_does_not_become_a_child() -> None:
     assert list(Around(nn.Linear(2, 2)).parameters()) == []
 
 
-def test_a_subclass_is_not_replaced() -> None:
-    kind = plain_class()
-    tp_register_with_module(kind, Split)
-    other = type("Other", (kind,), {})
-    assert rule_for(other(3)) is None
-
-
 def test_an_instance_made_before_its_registration_is_refused() -> None:
     kind = plain_class()
     early = kind(4)
@@ -116,14 +109,6 @@ def test_overrides_by_name(arguments: Any, overrides: Any, expected: Any) -> Non
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(UsageError, match="Split cannot be made with the arguments"):
         with_overrides(Split, ((), {}), {})
-
-
-def test_arguments_of_torchs_own_are_read_from_the_instance() -> None:
-    linear, embedding = nn.Linear(2, 3, bias=False), nn.Embedding(5, 4, padding_idx=1)
-    assert arguments_of(linear, rule_of(linear)) == ((2, 3), {"bias": False})
-    args, kwargs = arguments_of(embedding, rule_of(embedding))
-    assert args == (5, 4)
-    assert kwargs["padding_idx"] == 1
 
 
 def enabled(module: nn.Module) -> bool | None:
@@ -169,14 +154,6 @@ def test_copies_are_marked_like_their_original() -> None:
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)
     assert enabled(encoder.layers[1])
     assert enabled(copy.deepcopy(encoder.layers[1].linear1))
-
-
-def test_a_later_call_for_a_part_overrides_that_for_the_whole() -> None:
-    model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
-    smp.set_tensor_parallelism(model)
-    smp.set_tensor_parallelism(model[0], enabled=False)
-    smp.set_tensor_parallelism(model[0][1])
-    assert [enabled(each) for each in (model, model[0][0], model[0][1], model[1])] == [True, False, True, True]
 
 
 # --- model_creation ---------------------------------------------------------------------------------------------------
