@@ -130,10 +130,16 @@ class offload_activations:  # noqa: N801 - used as a function
         """Leave everything out: a copy or a pickle of the model has hooks that do nothing."""
         return {"_hooks": [], "_outer": None, "_has_checked": True}
 
-    def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
+    def _begin_forward(self, module: nn.Module, _args: Any) -> None:
         # A copy has no hooks; and a forward that backward runs again keeps nothing, and may end by no hook.
         if not self._hooks or torch._C._current_graph_task_id() != -1:
             return
+        if getattr(module, "_is_replica", False):
+            raise UsageError(
+                "torch.nn.DataParallel runs a model with offload_activations in several threads, and one thread may"
+                " copy its activations",
+                hint="start one process per GPU with torchrun, or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)",
+            )
         self._uninstall()  # torch calls no hook at the end of a forward that is interrupted
         if torch.is_grad_enabled():
             self._end_step()

@@ -287,12 +287,25 @@ def _update(
     if is_first:
         _move_states(part.optimizer)  # those that were loaded belong to the script
     _complete_momentum(part.optimizer)
+    before = [dict(group) for group in part.optimizer.param_groups]
     part.optimizer.step()
     if is_first:
+        _check_groups(part.optimizer, before)
         _move_states(part.optimizer)
     for alias, _ in gradients:
         alias.grad = None
     part.piece.publish()
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UnsupportedError if a step has written to parameter groups, which are set anew for each update."""
+    for group, earlier in zip(optimizer.param_groups, before, strict=True):
+        if written := sorted(name for name, value in group.items() if value is not earlier.get(name, earlier)):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} keeps {', '.join(written)} for all parameters of a group, and an"
+                " OffloadOptimizer updates slice by slice",
+                hint="use it on model.parameters() directly",
+            )
 
 
 def _complete_momentum(optimizer: torch.optim.Optimizer) -> None:

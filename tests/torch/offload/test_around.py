@@ -229,6 +229,13 @@ def test_copies_of_the_model_are_plain_models() -> None:
     assert offload.report().bytes_out == bytes_out > 0
 
 
+def test_copies_of_data_parallel_are_refused_by_name() -> None:
+    """Those run in threads, one for each GPU; Hugging Face's Trainer makes them where it sees several."""
+    trained = model()
+    with smpkit.offload_activations(trained), pytest.raises(UsageError, match="DataParallel runs a model with offload"):
+        trained._replicate_for_data_parallel()(torch.ones(BATCH, WIDTH))
+
+
 BAD: list[tuple[nn.Module, dict[str, Any], str]] = [
     (nn.Linear(2, 2), {"lead": 0}, "`lead` is 0"),
     (nn.Linear(2, 2), {"min_bytes": -1}, "min_bytes is -1"),

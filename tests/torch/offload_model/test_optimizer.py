@@ -254,6 +254,24 @@ def test_killed_and_resumed_the_curve_is_the_same_to_the_bit(tmp_path: Path) -> 
     assert killed[:4] + resumed == whole
 
 
+class Counts(torch.optim.SGD):
+    """Counts its steps in its groups, as Prodigy and D-Adaptation do, and not in the parameters' states."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_a_rule_that_keeps_something_in_its_groups_is_named() -> None:
+    _, model = make_pair()
+    optimizer = OffloadOptimizer(model, Counts, lr=0.1)
+    model(torch.randn(5, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="Counts keeps k for all parameters of a group"):
+        model.synchronize()
+
+
 def test_two_backwards_are_refused_where_the_first_updates() -> None:
     _, model = make_pair()
     optimizer = OffloadOptimizer(model, overlap="backward")
