@@ -68,7 +68,8 @@ class Drawn:
     """The job that goes on from the checkpoint."""
     precision: str
     model: str
-    """`blocks`, or `gpt2` of Hugging Face, which tensor parallelism replaces by a DistributedTransformer."""
+    """`blocks`; `sequence`, torch's own encoder before an LSTM; or `gpt2` of Hugging Face, which tensor parallelism
+    replaces by a DistributedTransformer."""
     norm: str
     tied: bool
     repeated: bool
@@ -110,7 +111,7 @@ class Drawn:
         in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or one_backward))
         elsewhere = (self.tied or self.repeated) and any(j["pipeline_parallel_degree"] > 1 for j in (self.first, job))
         rounded = (
-            self.model == "gpt2" or self.marked or self.clip or self.optimizer == "lamb" or self.settings["DROPOUT"]
+            self.model != "blocks" or self.marked or self.clip or self.optimizer == "lamb" or self.settings["DROPOUT"]
         )
         return same_parts and in_order and not (elsewhere or rounded or (sharded and self.half))
 
@@ -162,7 +163,7 @@ class Drawn:
         return "\n".join([*pieces, self._constants(), self._model(), self._steps(), self._main()])
 
     def reference(self) -> str:
-        """Return the same training in plain PyTorch, which sets `losses`, by step and microbatch, and `validation`."""
+        """Return the same training in plain PyTorch: `losses`, by step and microbatch, `validation` and `norms`."""
         pieces = [_IMPORTS, "place = contextlib.nullcontext\n", self._constants(), self._model()]
         return "\n".join([*pieces, self._optimizer(), _REFERENCE])
 
@@ -187,8 +188,8 @@ class Drawn:
         ) + "".join(f"{name} = {value!r}\n" for name, value in self.settings.items())
 
     def _model(self) -> str:
-        if self.model == "gpt2":
-            return _GPT2 + _DATA
+        if self.model != "blocks":
+            return {"gpt2": _GPT2, "sequence": _SEQUENCE + _LOSS}[self.model] + _DATA
         norm = {"layer": "nn.LayerNorm(WIDTH)", "batch": "nn.BatchNorm1d(WIDTH)", "none": "nn.Identity()"}[self.norm]
         tie = "self.head.weight = self.embedding.weight" if self.tied else "pass"
         again = "x = self.blocks[0](x)" if self.repeated else "pass"
@@ -196,7 +197,7 @@ class Drawn:
         if self.recompute == "torch":
             inside = "torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)"
         text = _BLOCKS.replace("NORM", norm).replace("TIE", tie).replace("AGAIN", again).replace("INSIDE", inside)
-        return text + _DATA
+        return text + _LOSS + _DATA
 
     def _optimizer(self) -> str:
         made = {
@@ -211,12 +212,16 @@ class Drawn:
         }[self.optimizer]
         return (
             "def make_optimizer(parameters):\n"
+            "    if LATER:\n"
+            "        parameters = [p for p in parameters if p.requires_grad]\n"
             "    if GROUPED:\n"
             "        parameters = list(parameters)\n"
             "        large, small = ([p for p in parameters if (p.ndim > 1) == each] for each in (True, False))\n"
             '        parameters = [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 1e-2}]\n'
             f"    return {made}\n\n\n"
             "def make_schedule(optimizer):\n"
+            "    if WARMED:\n"
+            "        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))\n"
             "    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8 if SCHEDULE else 1.0)\n"
         )
 
@@ -304,9 +309,59 @@ def layers_of(model):
     return model.blocks
 
 
+"""
+
+_SEQUENCE: Final = """\
+TOKENS, WIDTH = 24, 8
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=DROPOUT, batch_first=True)
+        with place(0):
+            self.embedding = nn.Embedding(TOKENS, WIDTH)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+        with place(smp.pp_size() - 1 if "smp" in globals() else 0):
+            self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+            self.head = nn.Linear(WIDTH, TOKENS)
+        if not MARKED:
+            nn.utils.parametrizations.weight_norm(self.head)
+
+    def forward(self, tokens):
+        lengths = 1 + tokens[:, 0] % tokens.shape[1]
+        padded = torch.arange(tokens.shape[1]) >= lengths[:, None]
+        x = self.encoder(self.embedding(tokens), src_key_padding_mask=padded)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        _, (last, _) = self.recurrent(packed)
+        return {"logits": self.head(last[-1])}
+
+
+def build():
+    torch.manual_seed(SEED)
+    return Model()
+
+
+def layers_of(model):
+    return model.encoder.layers
+
+
+"""
+
+_LOSS: Final = """\
+torch.manual_seed(SEED)
+teacher = nn.Sequential(nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)).requires_grad_(False)
+teacher = teacher if HALF else teacher.to(DTYPE)
+
+
 def loss_of(model, batch):
     logits = model(batch["tokens"])["logits"]
-    return functional.cross_entropy(logits.float() if HALF else logits, batch["target"])
+    logits = logits.float() if HALF else logits
+    loss = functional.cross_entropy(logits, batch["target"], label_smoothing=SMOOTHED)
+    if DISTILLED:
+        wanted = teacher(batch["tokens"]).sum(1).softmax(-1)
+        loss = loss + functional.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean")
+    return loss
 
 
 """
@@ -336,10 +391,10 @@ def loss_of(model, batch):
 """
 
 _DATA: Final = """\
-def batch_of(number):
+def batch_of(number, rows=ROWS):
     generator = torch.Generator().manual_seed(1000 * SEED + number)
-    begin = torch.randint(TOKENS, (ROWS, 1), generator=generator)
-    tokens = (begin + torch.arange(6)) % TOKENS
+    begin = torch.randint(TOKENS, (rows, 1), generator=generator)
+    tokens = (begin + torch.arange(6 - number % 3 if LENGTHS else 6)) % TOKENS
     return {"tokens": tokens, "target": (begin[:, 0] * 5 + 1) % TOKENS}
 
 
@@ -350,6 +405,19 @@ def passes_of(step):
 def freeze(model, step):
     for parameter in layers_of(model)[0].parameters():
         parameter.requires_grad_(step >= FROZEN)
+
+
+def thaw(model, optimizer, step, masters=None):
+    if LATER and step == FROZEN:
+        parameters = list(layers_of(model)[0].parameters())
+        optimizer.add_param_group({"params": [masters[each] if masters else each for each in parameters]})
+
+
+def decay(parameters):
+    # On what a script finds in `grad`: some ranks have no gradient of a parameter.
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach(), alpha=DECAYED)
 
 
 def averaged(average, parameters):
@@ -382,10 +450,10 @@ def test_step(model, TAKEN):
 """
 
 _MAIN: Final = """\
-def share_of(number):
+def share_of(number, rows=ROWS):
     prescaled = smp.state.cfg.prescaled_batch
     rank, size = (smp.rdp_rank(), smp.rdp_size()) if prescaled else (smp.dp_rank(), smp.dp_size())
-    share = {name: part.chunk(size)[rank] for name, part in batch_of(number).items()}
+    share = {name: part.chunk(size)[rank] for name, part in batch_of(number, rows).items()}
     if smp.pp_rank() > 0:
         DUMMY
     return share
@@ -400,7 +468,7 @@ def everywhere(output):
 
 def evaluate(model):
     model.eval()
-    share = share_of(0)
+    share = share_of(0, FEWER)
     with torch.no_grad():
         losses = everywhere(test_step(model, PASSED))
     model.train()
@@ -443,31 +511,41 @@ def main():
         schedule.load_state_dict(content["schedule"])
     else:
         model.load_state_dict(torch.load(args.start))
-    losses, validation, average = [], [], None
+    losses, validation, norms, average = [], [], [], None
     while step < STEPS:
         if EVALUATED:
             validation.append(evaluate(model))
         freeze(model.get_module(), step)
+        thaw(model.get_module(), optimizer, step)
+        for turn in passes_of(step) if step == LEFT_OUT else ():
+            share = share_of(step * ACCUMULATION + turn)
+            train_step(model, PASSED)
         optimizer.zero_grad(set_to_none=TO_NONE)
         losses.append([])
         for turn in passes_of(step):
             share = share_of(step * ACCUMULATION + turn)
             losses[-1] += everywhere(train_step(model, PASSED))
+        norms.append(float(smp.clip_grad_norm_(model, float("inf"))))
+        if DECAYED:
+            decay(model.parameters())
         clip(model, optimizer)
         optimizer.step()
         schedule.step()
         step += 1
         if AVERAGED and step > SAVED:
-            average = averaged(average, model.local_parameters())
+            weights = model.state_dict() if BY_NAME else dict(model.local_named_parameters())
+            average = dict(zip(weights, averaged(average and average.values(), weights.values())))
         if step == SAVED + args.resume or (OFTEN and step < SAVED + args.resume):
             content = {"step": step, "schedule": schedule.state_dict(), "args": args}
             SAVE_IT
-    if AVERAGED:
-        copy(model.local_parameters(), average)
+    if AVERAGED and BY_NAME:
+        model.load_state_dict(average)
+    elif AVERAGED:
+        copy(model.local_parameters(), average.values())
     validation.append(evaluate(model))
     if smp.rank() == 0:
         with open(args.report, "w") as file:
-            json.dump({"losses": losses, "validation": validation}, file)
+            json.dump({"losses": losses, "validation": validation, "norms": norms}, file)
     smp.barrier()
 
 
@@ -524,15 +602,17 @@ torch.save(start, "start.pt")
 model = cast(build())
 parameters = list(model.parameters())
 masters = [each.detach().float() if each.dtype == DTYPE and HALF else each for each in parameters]
-optimizer = make_optimizer(masters)
+freeze(model, 0)
+trained = {id(master) for master, weight in zip(masters, parameters) if weight.requires_grad}
+optimizer = make_optimizer([each.requires_grad_(id(each) in trained) for each in masters] if LATER else masters)
 schedule = make_schedule(optimizer)
-losses, validation, average = [], [], None
+losses, validation, norms, average = [], [], [], None
 
 
 def evaluate():
     model.eval()
     with torch.no_grad():
-        validation.append([loss_of(model, batch_of(0)).item()])
+        validation.append([loss_of(model, batch_of(0, FEWER)).item()])
     model.train()
 
 
@@ -540,6 +620,7 @@ for step in range(STEPS):
     if EVALUATED:
         evaluate()
     freeze(model, step)
+    thaw(model, optimizer, step, dict(zip(parameters, masters)))
     gradients = [[] for _ in parameters]
     found = [[] for _ in passes_of(step)]
     for replica in range(REPLICAS):
@@ -547,7 +628,10 @@ for step in range(STEPS):
         for turn in passes_of(step):
             batch = {n: each.chunk(REPLICAS)[replica] for n, each in batch_of(step * ACCUMULATION + turn).items()}
             for part in range(MICROBATCHES):
-                loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
+                rows = {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()}
+                if step == LEFT_OUT:  # it changes nothing but running statistics
+                    loss_of(model, rows)
+                loss = loss_of(model, rows)
                 ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
                 found[turn].append(loss.item())
         for parameter, parts in zip(parameters, gradients):
@@ -557,6 +641,9 @@ for step in range(STEPS):
         if parts:
             total = sum(parts[1:], start=parts[0])
             master.grad = total.float() / SCALE if HALF else total
+    norms.append(float(torch.nn.utils.get_total_norm([each.grad for each in masters if each.grad is not None])))
+    if DECAYED:
+        decay(masters)
     if CLIP is not None:
         torch.nn.utils.clip_grad_norm_(masters, CLIP)
     optimizer.step()
@@ -623,6 +710,10 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         optimizers.remove("adafactor")  # refused: it looks at whole matrices
     if precision == "fp64":
         optimizers.remove("nadam")  # torch loads a float32 number of its state as float64
+    more = random.Random(f"more {seed}")  # what was drawn before this was there stays the same
+    delayed = any("delayed_parameter_initialization" in job.parameters for job in (first, second))
+    if model == "blocks" and more.random() < 0.25 and not delayed:  # nn.MultiheadAttention cannot be made later
+        model, norm = "sequence", "none"
     settings = {
         "GROUPED": some(0.3),  # biases and norms are a parameter group of their own
         "FROZEN": chance.choice([0, 0, 0, 1, 2, 3]),  # for so many steps the first block is not trained
@@ -636,7 +727,22 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         "DROPOUT": 0.1 if some(0.25) and checkpoint == "partial" and second is first else 0.0,
         "TO_NONE": some(0.5),
         "IN_DICT": some(0.5),  # a step returns more than the loss
+        "SMOOTHED": more.choice([0.0, 0.1]),  # labels
+        "DISTILLED": more.random() < 0.3,  # from a plain model beside the one that is trained
+        "DECAYED": more.choice([0.0, 0.01]) if precision in ("fp64", "fp32") else 0.0,  # on gradients, by hand
+        "LENGTHS": more.random() < 0.3,  # sequences get shorter and longer
+        "FEWER": more.choice([ROWS, ROWS // 2]),  # rows in an evaluation
+        "LEFT_OUT": more.choice([-1, 1, 2]),  # before this step there is one without an update, as after a loss of NaN
+        "BY_NAME": norm != "batch" and more.random() < 0.5,  # averages are of the whole state dict
+        "WARMED": more.random() < 0.3,  # another schedule
     }
+    # The optimizer gets the first block when it is unfrozen, after every checkpoint.
+    settings["LATER"] = (
+        settings["FROZEN"] == 3
+        and first["tensor_parallel_degree"] * second["tensor_parallel_degree"] == 1
+        and more.random() < 0.7
+    )
+    settings["WARMED"] = settings["WARMED"] and not settings["LATER"]  # which knows as many groups as it began with
     return Drawn(
         seed=seed,
         first=first,

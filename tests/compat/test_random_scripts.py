@@ -49,12 +49,14 @@ def _compare(drawn: Drawn, folder: Path) -> None:
             assert _means(report["losses"]) == pytest.approx(_means(losses), rel=tolerance)
         else:
             assert report["losses"] == losses
+        if not drawn.settings["DROPOUT"]:
+            assert report["norms"] == pytest.approx(_last(report["norms"], plain["norms"]), rel=10 * tolerance or 1e-5)
         if drawn.same_validation(job):
             validation = _means(_last(report["validation"], plain["validation"]))
             assert _means(report["validation"]) == pytest.approx(validation, rel=tolerance or 1e-6)
 
 
-def _last(some: list[list[float]], every: list[list[float]]) -> list[list[float]]:
+def _last(some: list[Any], every: list[Any]) -> list[Any]:
     """Return as many of `every` as there are in `some`, of those in the end."""
     return every[-len(some) :]
 

@@ -176,6 +176,38 @@ def test_hooks_that_would_never_run_are_refused() -> None:
         assert len(calls) == 2, "once for each microbatch"
 
 
+@smp.step
+def penalized(model: Any, x: Tensor) -> Tensor:
+    """Train with a gradient penalty, as WGAN-GP does."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    loss = (slope.norm(dim=-1) - 1).square().mean() + y.square().mean()
+    model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+def test_a_gradient_penalty_trains_if_weights_are_kept() -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))  # the same on both replicas
+    norms = []
+    for config, keeps in (({}, False), (way_of().config, True), (way_of().config, False)):
+        torch.manual_seed(0)
+        with world(Way(replicas=2, microbatches=2, config=config)):
+            layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
+            model: Any = smp.DistributedModel(nn.Sequential(*layers, nn.Linear(4, 1)))
+            if config and not keeps:
+                with pytest.raises(RuntimeError, match="storage of size 0") as caught:
+                    penalized(model, x)
+                assert "set_reshard_after_backward(False)" in "".join(caught.value.__notes__)
+                break
+            if keeps:
+                model.get_module().set_reshard_after_backward(False)
+            penalized(model, x)
+            norms.append(float(smp.clip_grad_norm_(model, 1.0)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
 # --- half precision ---------------------------------------------------------------------------------------------------
 
 SCALE, CLIP, STEPS = 2.0**10, 0.5, 3

@@ -223,8 +223,13 @@ class ShardedDataParallel(DataParallel):
     def abandon_forward_outside_step(self) -> None:
         self._failed = True
 
-    def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
+    def abandon_step(self, error: BaseException) -> None:
         self._failed = True
+        if _FREED in str(error):
+            error.add_note(
+                "an earlier backward had freed these weights: for a gradient penalty (create_graph=True) call"
+                " `model.get_module().set_reshard_after_backward(False)`, which keeps all blocks until the step ends"
+            )
 
     def _refuse_after_failure(self) -> None:
         """Refuse a pass after one that failed: blocks lie gathered then, and gradients are on their way."""
@@ -233,6 +238,10 @@ class ShardedDataParallel(DataParallel):
                 "a step failed, and sharded data parallelism cannot go on after that",
                 hint="resume from a checkpoint in a new process",
             )
+
+
+_FREED: Final = "out of bounds for storage of size 0"
+"""Torch's words for a use of weights that `fully_shard` has freed."""
 
 
 def _is_divisible(parameter: nn.Parameter) -> bool:

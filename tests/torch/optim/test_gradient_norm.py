@@ -92,6 +92,7 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
 
 @pytest.mark.usefixtures("world")
 def test_torchs_function_clips_values_without_the_scale_of_the_loss() -> None:
+    torch.manual_seed(0)  # of some weights no gradient would be clipped
     smp.init({"fp16": True})
     model = smp.DistributedModel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), static_loss_scale=128.0)
