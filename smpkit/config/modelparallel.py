@@ -27,10 +27,10 @@ _ALIAS = "partitions"
 _VIRTUAL = "virtual_pipeline_degree"
 
 HISTORIC: Mapping[str, str] = {
-    "deterministic_server": "smpkit has no server: every rank follows the same static schedule",
+    "deterministic_server": "smpkit has no server",
     "overlapping_allreduce": "it is an argument of `smp.DistributedModel` now",
     "trace_device": "it is an argument of `smp.DistributedModel` now",
-    "use_times": "partitions are decided by estimated costs, which do not change between runs",
+    "use_times": "partitions are decided by estimated costs",
 }
 """Keys of early releases that mean nothing as parameters any more: key -> where the meaning went."""
 
@@ -92,7 +92,7 @@ class ModelParallelConfig(Section):
     """Schedule. `simple`: all forwards, then all backwards; `interleaved`: each backward as soon as possible.
 
     `zero_bubble` (*smpkit's own*): `interleaved`, with gradients of weights later than those of inputs where that is
-    faster. `_only_forward` (undocumented in v1): for evaluation; `model.backward` is an error. As in v1, `simple`
+    faster. `_only_forward`: for evaluation; `model.backward` is an error. As in v1, `simple`
     becomes `interleaved` where `active_microbatches` differs from `microbatches`.
     """
 
@@ -105,7 +105,7 @@ class ModelParallelConfig(Section):
     ddp_dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Backend of torch.distributed: `auto` takes nccl with GPUs, gloo without.
 
-    v1's default was `nccl` before release 1.13. `gloo` is *smpkit's own*.
+    `gloo` is *smpkit's own*.
     """
 
     tensor_parallel_degree: int = Field(default=1, ge=1)
@@ -114,31 +114,30 @@ class ModelParallelConfig(Section):
     prescaled_batch: bool = False
     """The ranks of a tensor-parallel group get one common batch."""
 
+    # v1's documentation says `memory`, its schema `speed`, on which published prescaled configurations rely.
     optimize: Literal["speed", "memory"] = Field(
         default_factory=lambda data: "speed" if data.get("prescaled_batch") else "memory"
     )
     """What tensor-parallel ranks hold between transformer layers.
 
     `speed`: the same values, with fewer messages; `memory`: no two ranks the same values. v1 refused `memory` with
-    `prescaled_batch`; here it divides sequences. Default: `memory`, as v1's documentation says (its schema said
-    `speed`), but `speed` with `prescaled_batch`, on which published configurations rely.
+    `prescaled_batch`; here it divides sequences. Default: `memory`, but `speed` with `prescaled_batch`.
     """
 
+    # As v1's documentation says; its schema had 0.8 always.
     memory_weight: float = Field(
         default_factory=lambda data: 0.2 if data.get("optimize") == "speed" else 0.8, ge=0.0, le=1.0
     )
     """What automatic partitioning balances: 0: compute only, 1: memory only.
 
-    Default: 0.2 with `optimize: speed`, else 0.8, as v1's documentation says (its schema said 0.8 always).
+    Default: 0.2 with `optimize: speed`, else 0.8.
     """
 
     auto_partition: bool = True
     """Cut the model automatically and ignore `smp.partition`. False requires `default_partition`."""
 
     default_partition: int = Field(default=0, ge=0)
-    """Partition of modules outside of `smp.partition`, if `auto_partition` is false. Default as in v1's
-    documentation; its schema had none.
-    """
+    """Partition of modules outside of `smp.partition`, if `auto_partition` is false."""
 
     placement_strategy: Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"] = "cluster"
     """Which ranks are neighbours: the right-most letter varies fastest over the global ranks.
@@ -170,7 +169,7 @@ class ModelParallelConfig(Section):
     """
 
     shard_offloaded_activations: bool = Field(default=True, alias="_shard_offloaded_activations")
-    """Internal to v1: shard offloaded activations over tensor-parallel ranks. No effect."""
+    """Internal to v1. No effect."""
 
     fp16: bool = False
     """Train in float16 with float32 master weights and a loss scale. Not with `bf16`."""
@@ -182,7 +181,7 @@ class ModelParallelConfig(Section):
     """Train in bfloat16 with float32 master weights; in v1 only with sharded data parallelism. Not with `fp16`."""
 
     fp32_grad_accumulation: bool = Field(default=False, alias="_fp32_grad_accumulation")
-    """Internal to v1: accumulate gradients in float32. No effect. Requires `fp16` or `fp16_params`."""
+    """Internal to v1. No effect. Requires `fp16` or `fp16_params`."""
 
     shard_optimizer_state: bool = False
     """Each data-parallel rank keeps and updates a share of the optimizer state. No effect without `ddp`."""
@@ -219,25 +218,25 @@ class ModelParallelConfig(Section):
     """L2 norm that `optimizer.step()` clips to; 0 does not clip."""
 
     load_partition: bool = False
-    """Internal to v1: reuse a saved partition. No effect."""
+    """Internal to v1. No effect."""
 
     partition_file: str | None = None
-    """Internal to v1: the file of that partition. No effect."""
+    """Internal to v1. No effect."""
 
     checkpoint_attentions: bool = False
-    """Internal to v1: checkpoint only attention. No effect: use `smp.set_activation_checkpointing`."""
+    """Internal to v1. No effect: use `smp.set_activation_checkpointing`."""
 
     match_weights: bool = Field(default=False, alias="_match_weights")
     """In v1's scripts: divided modules keep the original weights instead of drawing new ones."""
 
     static_mode: bool = False
-    """Internal to v1. No effect: schedules are always static."""
+    """Internal to v1. No effect."""
 
     fast_mode: bool = False
-    """Internal to v1. No effect: values always go straight to where they are needed."""
+    """Internal to v1. No effect."""
 
     herring: bool = False
-    """Internal to v1: another data-parallel back end. No effect. Not with `ddp`."""
+    """Internal to v1. No effect. Not with `ddp`."""
 
     timeout_seconds: int = Field(default=600, ge=1)
     """Deadline of every wait between ranks, in seconds. *smpkit's own.*"""

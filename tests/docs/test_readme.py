@@ -42,6 +42,10 @@ def test_both_pages_show_one_script() -> None:
     [shown] = [block.text for block in blocks_of(INDEX) if block.language == "python"]
     assert re.sub(r"\n+", "\n", shown).replace("  # not loss.backward()", "") == script("+")
     assert commands(README, "smpkit run train.py") == commands(INDEX, "smpkit run train.py")
+    [numbers] = re.findall(r'hl_lines="([\d ]+)"', INDEX.read_text(encoding="utf-8"))
+    marked = [shown.splitlines()[int(number) - 1].split("  #")[0] for number in numbers.split()]
+    before = script("-").splitlines()
+    assert marked == [line.split("  #")[0] for line in script("+").splitlines() if line not in before]
 
 
 @pytest.mark.slow
