@@ -87,6 +87,28 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_ctrl_c_before_a_container_runs_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal has no effect then; sent once only, the job would go on to its own end."""
+    engine, runs, stopped = tmp_path / "bin" / "docker", tmp_path / "runs", tmp_path / "stopped"
+    engine.parent.mkdir()
+    engine.write_text(f"""#!/bin/sh
+case $1 in
+  run)
+    kill -INT $PPID; sleep 0.5; touch {runs}
+    for each in $(seq 50); do [ ! -e {stopped} ] || exit 0; sleep 0.1; done
+    exit 9;;
+  kill) [ ! -e {runs} ] || touch {stopped};;
+esac
+""")
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run").mkdir()
+    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
+    done = run_in_docker(plan, "image", tmp_path / "run", show=print)
+    assert (done.exit_code, done.stopped) == (0, True)
+
+
 def test_the_wheel_is_what_runs_here(tmp_path: Path) -> None:
     wheel = pack_wheel(tmp_path)
     assert wheel.read_bytes() == pack_wheel(tmp_path).read_bytes()
