@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from smpkit.errors import ConfigError, LaunchError, SmpkitError, UnsupportedError
+from smpkit.observe.summary import read_summary
 from smpkit_container.__main__ import main
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders
@@ -126,3 +127,18 @@ def test_an_attempt_does_not_end_with_the_summary_of_the_one_before(tmp_path: Pa
     console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
     assert launch(environment, {**os.environ, "SMPKIT_RUN_DIR": str(run)}, console) == 0
     assert not (run / "summary.json").exists()
+
+
+def test_the_summary_tells_how_the_job_ended_and_not_rank_0_alone(tmp_path: Path) -> None:
+    """A job of Slurm that was preempted, or failed while it ended, was `finished` in its report."""
+    run = tmp_path / "run"
+    run.mkdir()
+    environment = job(tmp_path, {"sagemaker_program": "train.py"})
+    (tmp_path / "code" / "train.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom smpkit.observe.summary import RunSummary, write_summary\n"
+        "write_summary(Path(os.environ['SMPKIT_RUN_DIR']), RunSummary('job', 0.0, 1.0, 5, 'finished'))\nsys.exit(3)\n"
+    )
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(environment, {**os.environ, "SMPKIT_RUN_DIR": str(run)}, console) == 3
+    summary = read_summary(run)
+    assert (summary.steps, summary.exit_reason.partition(":")[0]) == (5, "failed")
