@@ -83,7 +83,7 @@ def run_in_docker(
     interrupt_after: float | None = None,
     events: bool = False,
 ) -> DockerRun:
-    """Run the job and wait for it. Must be called in the main thread, because it handles SIGINT and SIGTERM.
+    """Run the job and wait for it. Must be called in the main thread, because it handles SIGINT, SIGTERM and SIGHUP.
 
     The first of these asks the ranks to end as SageMaker does (SIGTERM, 120 s later SIGKILL), a second one kills them.
 
@@ -301,7 +301,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         received.append(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of which `nohup` ignores the last
+    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in caught}
     try:
         yield received
     finally:
