@@ -93,6 +93,20 @@ def test_a_failure_file_of_the_script_is_kept_and_an_older_one_is_not(tmp_path: 
     assert failure.read_text() == "mine"
 
 
+def test_a_job_whose_failure_file_cannot_be_written_ends_as_its_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk, where the launcher ended with 1 and a bare `No space left on device`."""
+    environment = job(tmp_path, {"sagemaker_program": "train.py"})
+    (tmp_path / "code" / "train.py").write_text(
+        "import os, sys\nfrom pathlib import Path\noutput = Path(os.environ['SM_OUTPUT_FAILURE']).parent\n"
+        "output.rename(output.with_name('away'))\noutput.touch()\nsys.exit(4)\n"
+    )
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(environment, dict(os.environ), console) == 4
+    assert "the failure file could not be written: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "environ", "words"),
     [
