@@ -110,7 +110,7 @@ def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: in
     except Exception as error:
         reason = f"a bug in smpkit: {type(error).__name__}: {error}"
         sys.stderr.write(f"error: {plain(reason)}; details: {Folders(base).failure}\n")
-        _leave_reason(base, f"{reason}\n{traceback.format_exc()[-800:]}")
+        write_failure(Folders(base).failure, f"{reason}\n{traceback.format_exc()[-800:]}")
         return 3
 
 
@@ -118,7 +118,7 @@ def _refuse(error: SmpkitError | OSError, base: Path | None = None) -> int:
     """Say why the job cannot be started, below `base`, too; return the exit code."""
     sys.stderr.write(f"error: {plain(str(error))}\n")
     if base is not None:
-        _leave_reason(base, str(error))
+        write_failure(Folders(base).failure, str(error))
     return error.exit_code if isinstance(error, SmpkitError) else 1
 
 
@@ -135,13 +135,6 @@ def _become(command: Sequence[str]) -> int:
         sys.stderr.write(f"error: `{command[0]}` cannot be run: {error.strerror}\n")
         sys.stderr.write("hint: `train` runs the job described below /opt/ml\n")
         return 127
-
-
-def _leave_reason(base: Path, reason: str) -> None:
-    try:
-        write_failure(Folders(base).failure, reason)
-    except OSError as error:
-        sys.stderr.write(f"the failure file could not be written: {error}\n")
 
 
 # ---- a host of a job that a scheduler starts: from its variables to what the launcher reads on SageMaker -------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -95,9 +96,12 @@ def stop_words(outcome: Outcome, checkpoints: Path) -> str:
 
 def write_failure(path: Path, reason: str) -> None:
     """Leave the reason where the platform looks for it, unless the script has left its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(_fitted([reason]), encoding="utf-8", errors="replace")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(_fitted([reason]), encoding="utf-8", errors="replace")
+    except OSError as error:  # such as of a full disk: the job has its own end
+        sys.stderr.write(f"the failure file could not be written: {error}\n")
 
 
 # ---- the four stories ----------------------------------------------------------------------------------------------

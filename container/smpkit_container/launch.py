@@ -17,7 +17,7 @@ from smpkit.config.wire import MPI_OPTIONS
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
 from smpkit.observe.runs import RUN_DIR, SUMMARY
-from smpkit.observe.summary import RankSummary, RunSummary, Split, SummaryError, write_summary
+from smpkit.observe.summary import RankSummary, RunSummary, Split, SummaryError, read_summary, write_summary
 from smpkit_container.aws import digest, job_token
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment
@@ -147,9 +147,15 @@ class _Launch:
             return outcome, peers.news if peers else None
 
     def leave_summary(self, outcome: Outcome, exit_reason: str) -> None:
-        """Write the summary of a run that its rank 0 did not end, with what the ranks of the first host noted last."""
+        """Note how a run ended in the summary that its rank 0 left, or in one of what ranks of the first host noted."""
         pages = {end.rank: end.doing for end in outcome.ends if end.doing is not None}
-        if self._run is None or 0 not in pages or (self._run / SUMMARY).exists():
+        if self._run is None or all(end.rank for end in outcome.ends):
+            return
+        if (self._run / SUMMARY).exists():
+            with contextlib.suppress(SummaryError):
+                write_summary(self._run, replace(read_summary(self._run), exit_reason=exit_reason))
+            return
+        if 0 not in pages:
             return
         length = max(page.step_seconds for page in pages.values())
         pipeline, tensor, data = pages[0].degrees or (1, 1, 1)

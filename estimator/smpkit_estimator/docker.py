@@ -31,6 +31,8 @@ _COMMAND_SECONDS = 120.0
 _STOP_SECONDS = 120
 """Between SIGTERM and SIGKILL, as on SageMaker."""
 _POLL_SECONDS = 0.1
+_AGAIN_SECONDS = 1.0
+"""Until a signal is sent again: before a container has its launcher, none arrives."""
 _FOLLOW_SECONDS = 60.0
 """For the other hosts to end after one failed; they learn of it within seconds."""
 _DOCKER_FAILED = 125
@@ -81,7 +83,7 @@ def run_in_docker(
     interrupt_after: float | None = None,
     events: bool = False,
 ) -> DockerRun:
-    """Run the job and wait for it. Must be called in the main thread, because it handles SIGINT and SIGTERM.
+    """Run the job and wait for it. Must be called in the main thread, because it handles SIGINT, SIGTERM and SIGHUP.
 
     The first of these asks the ranks to end as SageMaker does (SIGTERM, 120 s later SIGKILL), a second one kills them.
 
@@ -239,29 +241,28 @@ class Containers:
     def _wait(
         self, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], interrupt_after: float | None
     ) -> None:
-        deadline, num_handled = float("inf"), 0
-        stops: list[subprocess.Popen[bytes]] = []
+        number, again, deadline = "", 0.0, float("inf")
+        requests: list[subprocess.Popen[bytes]] = []
         while any(process.poll() is None for process in processes):
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
-            if len(received) > num_handled:
-                num_handled = len(received)
-                stops += self._tell("stop" if num_handled == 1 else "kill")
-            elif interrupt_after is not None and self._spoke_at is not None and now >= self._spoke_at + interrupt_after:
-                interrupt_after, self.interrupted = None, True
-                stops += self._tell("stop")
-            elif now >= deadline:
-                stops += self._tell("kill")
-                deadline = float("inf")
-            elif deadline == float("inf") and not stops and any(process.poll() for process in processes):
+            rehearses = interrupt_after is not None and now >= (self._spoke_at or now) + interrupt_after
+            if number != "KILL" and (len(received) > 1 or now >= deadline):
+                number, again, deadline = "KILL", now, float("inf")
+            elif not number and (received or rehearses):
+                self.interrupted = not received
+                number, again, deadline = "TERM", now, now + _STOP_SECONDS
+            elif deadline == float("inf") and not number and any(process.poll() for process in processes):
                 deadline = now + _FOLLOW_SECONDS
-        for stop in stops:
-            stop.wait()
+            if number and now >= again:
+                again = now + _AGAIN_SECONDS
+                requests = [*(each for each in requests if each.poll() is None), *self._tell(number)]
+        for request in requests:
+            request.wait()
 
-    def _tell(self, verb: str) -> list[subprocess.Popen[bytes]]:
-        """Stop or kill all containers at once: one after another, each could take the whole grace period."""
-        words = ["docker", verb, *(["--time", str(_STOP_SECONDS)] if verb == "stop" else [])]
-        nothing = subprocess.DEVNULL
+    def _tell(self, number: str) -> list[subprocess.Popen[bytes]]:
+        """Send a signal to the launchers of all containers."""
+        words, nothing = ["docker", "kill", f"--signal={number}"], subprocess.DEVNULL
         return [
             subprocess.Popen([*words, f"{self.name}-{host}"], stdout=nothing, stderr=nothing) for host in self.hosts
         ]
@@ -300,7 +301,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         received.append(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of which `nohup` ignores the last
+    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in caught}
     try:
         yield received
     finally:

@@ -235,6 +235,8 @@ class _Walk:
         is_folder, name = item.is_dir(follow_symlinks=False), self.prefix + relative
         if item.name in _NEVER or item.name.endswith((".pyc", ".pyo")):
             return
+        if is_folder and (Path(item.path) / "pyvenv.cfg").is_file():  # a virtual environment, whatever its name
+            return
         if self.ignored.check_file(relative + "/" * is_folder).include:
             return
         if item.name in IGNORE_FILES and "/" in relative:

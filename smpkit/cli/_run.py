@@ -307,7 +307,7 @@ def _end_run(run: Run, ranks: int, seconds: float, exit_reason: str) -> None:
     if (run.path / SUMMARY).is_file():
         summary = replace(read_summary(run.path), name=run.name, exit_reason=exit_reason)
     else:
-        note = "the ranks left no figures: the script does not use smpkit, or ended before `smp.init()`"
+        note = "the ranks left no figures: none of them trained a step that smpkit measures"
         began = run.started.timestamp()
         summary = RunSummary(run.name, began, seconds, 0, exit_reason, world_size=ranks, data=ranks, notes=(note,))
     write_summary(run.path, summary)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from smpkit.cli._run import begin_run
 from smpkit.config.load import load_job
 from smpkit.observe.report.data import content_of
+from smpkit.observe.runs import open_run
 from tests.cli.conftest import Smpkit
 from tests.observe.report.folders import write_run
 
@@ -50,6 +52,12 @@ def test_a_run_here_is_found_where_a_back_end_is_set(
     assert smpkit("report", "odd-20260102-030405").stdout == f"{path}\n"
     assert smpkit("report", str(path.parent)).stdout == f"{path}\n"
     assert smpkit("report", "odd").exit_code != 0  # a job's name alone means the managed job
+
+
+def test_a_managed_job_is_called_by_its_name(job: Path) -> None:
+    """Two of them were both called `run`."""
+    folder = (job / "runs" / "odd-20260102-030405").rename(job / "run")
+    assert content_of(replace(open_run(str(folder)), name="job-7")).folder == "job-7"
 
 
 @pytest.mark.usefixtures("job")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from smpkit.errors import ConfigError, LaunchError, SmpkitError, UnsupportedError
+from smpkit.observe.summary import read_summary
 from smpkit_container.__main__ import main
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders
@@ -92,6 +93,20 @@ def test_a_failure_file_of_the_script_is_kept_and_an_older_one_is_not(tmp_path: 
     assert failure.read_text() == "mine"
 
 
+def test_a_job_whose_failure_file_cannot_be_written_ends_as_its_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk, where the launcher ended with 1 and a bare `No space left on device`."""
+    environment = job(tmp_path, {"sagemaker_program": "train.py"})
+    (tmp_path / "code" / "train.py").write_text(
+        "import os, sys\nfrom pathlib import Path\noutput = Path(os.environ['SM_OUTPUT_FAILURE']).parent\n"
+        "output.rename(output.with_name('away'))\noutput.touch()\nsys.exit(4)\n"
+    )
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(environment, dict(os.environ), console) == 4
+    assert "the failure file could not be written: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "environ", "words"),
     [
@@ -126,3 +141,18 @@ def test_an_attempt_does_not_end_with_the_summary_of_the_one_before(tmp_path: Pa
     console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
     assert launch(environment, {**os.environ, "SMPKIT_RUN_DIR": str(run)}, console) == 0
     assert not (run / "summary.json").exists()
+
+
+def test_the_summary_tells_how_the_job_ended_and_not_rank_0_alone(tmp_path: Path) -> None:
+    """A job of Slurm that was preempted, or failed while it ended, was `finished` in its report."""
+    run = tmp_path / "run"
+    run.mkdir()
+    environment = job(tmp_path, {"sagemaker_program": "train.py"})
+    (tmp_path / "code" / "train.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom smpkit.observe.summary import RunSummary, write_summary\n"
+        "write_summary(Path(os.environ['SMPKIT_RUN_DIR']), RunSummary('job', 0.0, 1.0, 5, 'finished'))\nsys.exit(3)\n"
+    )
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(environment, {**os.environ, "SMPKIT_RUN_DIR": str(run)}, console) == 3
+    summary = read_summary(run)
+    assert (summary.steps, summary.exit_reason.partition(":")[0]) == (5, "failed")

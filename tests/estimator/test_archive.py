@@ -100,7 +100,7 @@ def test_harmless_names_are_packed(tmp_path: Path, name: str) -> None:
     assert names(fill(tmp_path, **{name: "x"})) == [name]
 
 
-def test_repositories_and_caches_are_left_out(tmp_path: Path) -> None:
+def test_repositories_caches_and_environments_are_left_out(tmp_path: Path) -> None:
     fill(
         tmp_path,
         **{
@@ -109,6 +109,8 @@ def test_repositories_and_caches_are_left_out(tmp_path: Path) -> None:
             "__pycache__/a.pyc": "",
             "a.pyc": "",
             ".venv/x": "",
+            "env311/pyvenv.cfg": "",
+            "env311/lib/x.py": "",
             "p/node_modules/m": "",
         },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -85,6 +86,33 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(LaunchError, match="no network"):
         run_in_docker(plan, "image", tmp_path / "run", show=print)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["INT", "HUP"])
+def test_ctrl_c_before_a_container_runs_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A signal has no effect then; sent once only, the job would go on to its own end. HUP: the terminal was closed."""
+    engine, runs, stopped = tmp_path / "bin" / "docker", tmp_path / "runs", tmp_path / "stopped"
+    engine.parent.mkdir()
+    engine.write_text(f"""#!/bin/sh
+case $1 in
+  run)
+    kill -{name} $PPID; sleep 0.5; touch {runs}
+    for each in $(seq 50); do [ ! -e {stopped} ] || exit 0; sleep 0.1; done
+    exit 9;;
+  kill) [ ! -e {runs} ] || touch {stopped};;
+esac
+""")
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run").mkdir()
+    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
+    before = signal.signal(signal.SIGHUP, lambda *_: None)  # or a run that forgot it would end pytest
+    try:
+        done = run_in_docker(plan, "image", tmp_path / "run", show=print)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (done.exit_code, done.stopped) == (0, True)
 
 
 def test_the_wheel_is_what_runs_here(tmp_path: Path) -> None:

@@ -199,7 +199,8 @@ def content_of(run: runs.Run) -> Content:
             missing["events"] = f"The events cannot be used: {error.message}."
     return Content(
         name=run.name,
-        folder=run.label,
+        # The results of every managed job are in a folder called `run`.
+        folder=run.label if run.label.startswith(run.name) else run.name,
         summary=summary,
         degrees=_degrees(events, summary),
         curves=curves,
