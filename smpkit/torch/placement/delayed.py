@@ -77,7 +77,25 @@ def make_delayed(root: nn.Module) -> None:
 
 
 def _without_memory(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    # So that what a script computes from it is found: `refuse_copies`.
+    value = torch.nan if parameter.is_floating_point() else 0
+    return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def refuse_copies(root: nn.Module) -> None:
+    """Refuse parameters whose values were computed from those of delayed ones, which have none yet.
+
+    A head that `resize_token_embeddings` has made longer, say: it would be trained from what lay in memory.
+    """
+    parameters = dict(root.named_parameters())
+    if not any(map(is_delayed, parameters.values())):
+        return
+    for name, each in parameters.items():
+        if not is_delayed(each) and each.is_floating_point() and each.isnan().any():
+            raise UsageError(
+                f"`{name}` was computed from parameters that have no values yet",
+                hint="compute it (`resize_token_embeddings`, say) in the block that delays initialisation, too",
+            )
 
 
 def is_delayed(parameter: torch.Tensor) -> bool:

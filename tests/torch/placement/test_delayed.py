@@ -150,6 +150,26 @@ def test_a_hugging_face_model_initialises_itself() -> None:
     assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
 
 
+@pytest.mark.usefixtures("world")
+def test_what_was_computed_from_weights_without_values_is_refused() -> None:
+    """Fine-tuning scripts add tokens, which makes a head of its own from the old one: it was what lay in memory."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, tie_word_embeddings=False)
+    smp.init()
+    with smp.delay_param_initialization():
+        late, early = transformers.GPT2LMHeadModel(config), transformers.GPT2LMHeadModel(config)
+        early.resize_token_embeddings(40)
+    late.resize_token_embeddings(40)
+    with pytest.raises(UsageError, match=r"`lm_head.weight` was computed from parameters that have no values yet"):
+        smp.DistributedModel(late)
+    model = smp.DistributedModel(early)
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        weight = model.get_module().get_parameter(name)
+        assert weight.shape == (40, 16)
+        assert weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
 class HalfInitialised(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
