@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,25 @@ def test_a_state_dict_loads_into_a_model_without_memory() -> None:
     model.load_state_dict(plain.state_dict())
     expected = plain(ids).square().mean().item()
     assert train_step(model, ids).reduce_mean().item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("world")
+def test_what_is_loaded_before_wrapping_stays(tmp_path: Path) -> None:
+    """In the block it was dropped, and weights were drawn; after the block torch could not write it."""
+    transformers = pytest.importorskip("transformers")
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=2, n_head=2))
+    plain.save_pretrained(tmp_path)
+    smp.init()
+    with smp.delay_param_initialization():
+        models = [transformers.GPT2LMHeadModel(plain.config) for _ in range(3)]
+        models[0].load_state_dict(plain.state_dict())
+        models[1].load_state_dict(plain.state_dict(), assign=True)
+        models.append(transformers.GPT2LMHeadModel.from_pretrained(tmp_path))
+    models[2].load_state_dict(plain.state_dict())
+    for number, model in enumerate(models):
+        initialize(model, [*model.parameters()], torch.device("cpu"), 3)
+        same_values = [torch.equal(each, plain.get_parameter(name)) for name, each in model.named_parameters()]
+        assert all(same_values), number
 
 
 class Stubborn(nn.Module):
