@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -38,8 +38,9 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """Create modules in this block without memory for their parameters (the context of the same name in SMP v1).
 
     Buffers are made as ever. The parameters get memory and values when the model is wrapped, or with a pipeline when it
-    is partitioned: each rank makes its own only. A module whose parameters are not initialised by a
-    `reset_parameters()` of its own or the model's `_init_weights(module)` cannot be made this way.
+    is partitioned: each rank makes its own only. What is loaded before (`load_state_dict`, `from_pretrained`) takes
+    memory at once, on each rank. A module whose parameters are not initialised by a `reset_parameters()` of its own or
+    the model's `_init_weights(module)` cannot be made this way.
     """
     if not enabled:
         yield
@@ -47,11 +48,17 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     original_register = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        before = self._parameters.get(name)
         original_register(self, name, param)
-        if param is not None and not is_delayed(param):
-            param.data = _without_memory(param)
-            setattr(param, _DELAYED, True)
-            keep_attributes_in_copies(param)
+        if param is None or is_delayed(param):
+            return
+        if before is not None and not _is_placeholder(param) and not param.is_meta:
+            return  # loaded: `from_pretrained` and `load_state_dict(assign=True)` put another parameter there
+        param.data = _without_memory(param)
+        setattr(param, _DELAYED, True)
+        keep_attributes_in_copies(param)
+        loading = functools.partial(_give_memory, name)
+        self.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
@@ -59,6 +66,13 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = original_register  # type: ignore[method-assign]
+
+
+def _give_memory(name: str, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Let a delayed parameter take what is loaded into its module, inside of the block and afterwards."""
+    parameter = module._parameters.get(name)
+    if prefix + name in state and parameter is not None and is_delayed(parameter):
+        set_delayed_value(parameter, parameter)
 
 
 def make_delayed(root: nn.Module) -> None:
@@ -77,7 +91,25 @@ def make_delayed(root: nn.Module) -> None:
 
 
 def _without_memory(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    # So that what a script computes from it is found: `refuse_copies`.
+    value = torch.nan if parameter.is_floating_point() else 0
+    return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def refuse_copies(root: nn.Module) -> None:
+    """Refuse parameters whose values were computed from those of delayed ones, which have none yet.
+
+    A head that `resize_token_embeddings` has made longer, say: it would be trained from what lay in memory.
+    """
+    parameters = dict(root.named_parameters())
+    if not any(map(is_delayed, parameters.values())):
+        return
+    for name, each in parameters.items():
+        if not is_delayed(each) and each.is_floating_point() and each.isnan().any():
+            raise UsageError(
+                f"`{name}` was computed from parameters that have no values yet",
+                hint="compute it (`resize_token_embeddings`, say) in the block that delays initialisation, too",
+            )
 
 
 def is_delayed(parameter: torch.Tensor) -> bool:

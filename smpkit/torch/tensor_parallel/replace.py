@@ -266,7 +266,13 @@ class _Search:
         if not kinds and not self.skipped:
             return
         yield f"{over_ranks}: {', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'nothing'}."
-        fresh = sum(each.is_fresh for each in self.replaced)
+        untranslated = Counter(type(each.module).__name__ for each in self.replaced if each.rule.to_distributed is None)
+        if untranslated:
+            yield (
+                f"  fresh weights for {', '.join(f'{count} {kind}' for kind, count in untranslated.items())}: weights"
+                " that they have, loaded ones too, are dropped; `to_distributed` of smp.tp_register keeps them"
+            )
+        fresh = sum(each.is_fresh and each.rule.to_distributed is not None for each in self.replaced)
         if fresh:
             yield (
                 f"  fresh weights, as in SMP v1, for {fresh} of {kinds.total()}: nothing was loaded into what they"

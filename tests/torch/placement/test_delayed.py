@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,25 @@ def test_a_state_dict_loads_into_a_model_without_memory() -> None:
     assert train_step(model, ids).reduce_mean().item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.usefixtures("world")
+def test_what_is_loaded_before_wrapping_stays(tmp_path: Path) -> None:
+    """In the block it was dropped, and weights were drawn; after the block torch could not write it."""
+    transformers = pytest.importorskip("transformers")
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=2, n_head=2))
+    plain.save_pretrained(tmp_path)
+    smp.init()
+    with smp.delay_param_initialization():
+        models = [transformers.GPT2LMHeadModel(plain.config) for _ in range(3)]
+        models[0].load_state_dict(plain.state_dict())
+        models[1].load_state_dict(plain.state_dict(), assign=True)
+        models.append(transformers.GPT2LMHeadModel.from_pretrained(tmp_path))
+    models[2].load_state_dict(plain.state_dict())
+    for number, model in enumerate(models):
+        initialize(model, [*model.parameters()], torch.device("cpu"), 3)
+        same_values = [torch.equal(each, plain.get_parameter(name)) for name, each in model.named_parameters()]
+        assert all(same_values), number
+
+
 class Stubborn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -124,6 +144,26 @@ def test_a_hugging_face_model_initialises_itself() -> None:
     assert module.get_submodule("lm_head").weight is embedding
     assert embedding.std().item() == pytest.approx(0.02, rel=0.2)
     assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
+
+
+@pytest.mark.usefixtures("world")
+def test_what_was_computed_from_weights_without_values_is_refused() -> None:
+    """Fine-tuning scripts add tokens, which makes a head of its own from the old one: it was what lay in memory."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, tie_word_embeddings=False)
+    smp.init()
+    with smp.delay_param_initialization():
+        late, early = transformers.GPT2LMHeadModel(config), transformers.GPT2LMHeadModel(config)
+        early.resize_token_embeddings(40)
+    late.resize_token_embeddings(40)
+    with pytest.raises(UsageError, match=r"`lm_head.weight` was computed from parameters that have no values yet"):
+        smp.DistributedModel(late)
+    model = smp.DistributedModel(early)
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        weight = model.get_module().get_parameter(name)
+        assert weight.shape == (40, 16)
+        assert weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 class HalfInitialised(nn.Linear):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -318,7 +319,11 @@ def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_
     smp.tp_register_with_module(Scale, Halved, from_shape, as_tuple)
     with smp.tensor_parallelism():
         model = nn.Sequential(Scale([4]))
-    first, second = smp.allgather(whole(distribute(model))["0.scale"], smp.WORLD)
+    said: list[str] = []
+    with mock.patch.object(replace, "announce", said.extend):
+        distributed = distribute(model)
+    first, second = smp.allgather(whole(distributed)["0.scale"], smp.WORLD)
+    assert smp.rank() > 0 or any("fresh weights for 1 Scale: weights that they have, loaded" in each for each in said)
     assert torch.equal(first, second)
     assert first.unique().numel() == 4, "a whole was drawn and taken apart, not one piece twice"
 
