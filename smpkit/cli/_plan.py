@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width, write_file
-from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, unit_of_table, world_of
+from smpkit.cli._world import MEMORY_KINDS, World, describe, unit_of_table, world_of
 from smpkit.config.load import Override
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
@@ -25,8 +25,7 @@ from smpkit.plan.schedule.draw import draw
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.plan.speed import Speed
 from smpkit.plan.svg import Drawing, svg
-from smpkit.plan.tune.chain import Choice
-from smpkit.plan.tune.features import Feature, automatic, features, remedy
+from smpkit.plan.tune.features import Feature, features, remedy
 from smpkit.units import amount, magnitude, seconds, things
 
 _GIB: Final = 2**30
@@ -106,8 +105,6 @@ class Planned:
     asked: Asked | None = None
     features: tuple[Feature, ...] = ()
     """What features save and cost, if compute and activations are known."""
-    automatic: Mapping[str, Choice] | None = None
-    """What layers of strategy "auto" would do, if a limit of memory is given and they fit."""
 
     @property
     def ranks(self) -> int:
@@ -148,11 +145,7 @@ def _planned(world: World, asked: Asked) -> Planned:
     plan = decide(config, ranks, model, speed, asked.optimizer)
     if not model.traced:
         return Planned(world, plan, asked)
-    known = tuple(features(config, ranks, model, speed, asked.optimizer, plan))
-    limit_gib, choices = config.memory_budget_gib or asked.memory_gib, None
-    if limit_gib is not None:
-        choices = automatic(config, model, plan, speed, limit_gib * _GIB, on_host=world.computes_on_host)
-    return Planned(world, plan, asked, known, choices)
+    return Planned(world, plan, asked, tuple(features(config, ranks, model, speed, asked.optimizer, plan)))
 
 
 # --- for programs -----------------------------------------------------------------------------------------------------
@@ -197,7 +190,6 @@ def as_plain(planned: Planned) -> dict[str, Any]:
         "graph": None if plan.recorded is None else asdict(plan.recorded),
         "offload": [asdict(each) for each in plan.forecasts],
         "features": [asdict(each) for each in planned.features],
-        "automatic": None if planned.automatic is None else dict(planned.automatic),
     }
 
 
@@ -212,8 +204,6 @@ def _report(planned: Planned) -> Iterator[str]:
     if plan.model is not None and asked is not None:
         parts += [_partition(plan), _values(plan.recorded), _memory(planned, asked)]
         parts += [_offloading(planned, asked), _features(planned.features)]
-        if planned.automatic is not None:
-            parts.append(fold('strategy="auto" would ', layer_lines(planned.automatic), width(), "; "))
     for part in parts:
         if lines := list(part):
             yield ""

@@ -284,11 +284,8 @@ def begin_run(job: LoadedJob, ranks: int, hosts: int) -> Run:
     now = datetime.now().astimezone()
     run = make_run(job.folder, job.config.name, now)
     place = os.path.relpath(job.folder.absolute(), run.path.absolute())
-    options = [f"{flag} {shlex.quote(value)}" for flag, value in job.overrides]
-    command = hide_in_line(" ".join(["smpkit run", str(job.path), *options]))
     content = masked("", job.config.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    head = f"# As it ran: {command}\n# Paths are relative to {place}.\n"
-    write_file(run.path / JOB, head + as_yaml(content), "job of the run")
+    write_file(run.path / JOB, f"# Paths are relative to {place}.\n{as_yaml(content)}", "job of the run")
     # Of the file its name only: who gets a report of this need not know the folders here.
     settings = [
         (".".join(map(str, path)), value, origin.replace(str(job.path), job.path.name))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,13 +14,14 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width
-from smpkit.cli._world import MEMORY_KINDS, World, describe, layer_lines, unit_of_table, world_of
+from smpkit.cli._world import MEMORY_KINDS, World, describe, unit_of_table, world_of
 from smpkit.config.load import Override, edited, file_of_parameters, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.tune.calibration import differences, read_calibration, this_machine
+from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.features import peak_of
 from smpkit.plan.tune.instances import INSTANCES
 from smpkit.plan.tune.machine import Machine, from_calibration, published, with_memory
@@ -270,12 +272,33 @@ def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[s
         )
     yield from table(rows, width())
     proven = f"another could be {best.gap:.1%} faster" if best.gap else "no other choice fits and is faster"
-    yield from fold("layers    ", [*layer_lines(best.choices), f"({proven})"], width(), "; ")
+    yield from fold("layers    ", [*_layer_lines(best.choices), f"({proven})"], width(), "; ")
     settings = [
         f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
         for key, value in _changes(best, given).items()
     ]
     yield from fold("settings  ", settings or ["as they are"], width())
+
+
+def _layer_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """Return for each choice the layers that do it, in words: `recompute: layers.0–2, layers.5`."""
+    names: dict[Choice, list[str]] = {}
+    for name, choice in choices.items():
+        names.setdefault(choice, []).append(name)
+    return [f"{choice}: {', '.join(_runs(layers))}" for choice, layers in names.items()]
+
+
+def _runs(names: Sequence[str]) -> list[str]:
+    """Write `layers.0`, `layers.1`, `layers.2` as `layers.0–2`."""
+    ends = [name.rpartition(".")[::2] for name in names]
+    runs = []
+    for (stem, _), run in groupby(
+        enumerate(ends), lambda pair: (pair[1][0], int(pair[1][1]) - pair[0] if pair[1][1].isdecimal() else pair[1][1])
+    ):
+        tails = [tail for _, (_, tail) in run]
+        prefix = f"{printable(stem)}." if stem else ""
+        runs.append(f"{prefix}{tails[0]}" if len(tails) == 1 else f"{prefix}{tails[0]}–{tails[-1]}")
+    return runs
 
 
 def _ruled_out(reasons: Sequence[tuple[str, int]]) -> Iterator[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +15,6 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
-from smpkit.plan.tune.chain import Choice
 from smpkit.units import unit_of
 
 _DEADLINE_SECONDS: Final = 600
@@ -47,11 +45,6 @@ class World:
     """Where modules of the job are imported from."""
     ranks: int = 0
     """On all hosts; 0: not known yet."""
-
-    @property
-    def computes_on_host(self) -> bool:
-        """Whether the instances are of a family without accelerators."""
-        return self.instance_type.startswith(("ml.c", "ml.m", "ml.r", "ml.t")) and "trn" not in self.instance_type
 
 
 def world_of(file: Path, overrides: Sequence[Override]) -> World:
@@ -108,24 +101,3 @@ def describe(
 def unit_of_table(num_bytes: Iterable[int]) -> tuple[str, int]:
     """Return the unit of a table of memory and its bytes: GiB, or a smaller one where no entry has one of those."""
     return unit_of(min(max(num_bytes), 2**30))
-
-
-def layer_lines(choices: Mapping[str, Choice]) -> list[str]:
-    """Return for each choice the layers that do it, in words: `recompute: layers.0–2, layers.5`."""
-    names: dict[Choice, list[str]] = {}
-    for name, choice in choices.items():
-        names.setdefault(choice, []).append(name)
-    return [f"{choice}: {', '.join(_runs(layers))}" for choice, layers in names.items()]
-
-
-def _runs(names: Sequence[str]) -> list[str]:
-    """Write `layers.0`, `layers.1`, `layers.2` as `layers.0–2`."""
-    ends = [name.rpartition(".")[::2] for name in names]
-    runs = []
-    for (stem, _), run in groupby(
-        enumerate(ends), lambda pair: (pair[1][0], int(pair[1][1]) - pair[0] if pair[1][1].isdecimal() else pair[1][1])
-    ):
-        tails = [tail for _, (_, tail) in run]
-        prefix = f"{printable(stem)}." if stem else ""
-        runs.append(f"{prefix}{tails[0]}" if len(tails) == 1 else f"{prefix}{tails[0]}–{tails[-1]}")
-    return runs

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._console import table, width
+from smpkit.cli._console import table, width, write_file
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
 from smpkit.units import amount, magnitude, seconds, things
 
@@ -33,12 +33,11 @@ _STARTING_SECONDS: Final = 240
     default=Path("calibration.json"),
     help="The file to write (calibration.json).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON, too.")
-def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) -> None:
+def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
     """Measure this machine, for `smpkit tune` and `smpkit plan`.
 
-    They measure matrix products and attention by size and dtype, memory,
-    the link between device and host, messages and collectives by size and group, and the optimizer on the CPU.
+    Ranks measure matrix products by size and dtype, memory, the link between device and host, messages and collectives
+    by size and group, and the optimizer on the CPU.
     """
     from smpkit.plan.tune.calibration import read_calibration
     from smpkit_container.environment import count_gpus
@@ -51,11 +50,8 @@ def calibrate(ranks: int | None, seconds: float, output: Path, as_json: bool) ->
         _measure(number, seconds, written)
         calibration = read_calibration(written)
         text = written.read_text(encoding="utf-8")
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SmpkitError(f"`{output}` cannot be written: {error.strerror}", hint="choose another `--output`") from None
-    click.echo(text.rstrip() if as_json else "\n".join(_report(calibration)))
+    write_file(output, text, "calibration")
+    click.echo("\n".join(_report(calibration)))
     console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
 
 
@@ -95,15 +91,12 @@ def _report(found: Calibration) -> Iterator[str]:
     yield f"machine   {machine.host}: {machine.processor}, {machine.cores} cores, {amount(machine.memory_bytes)}"
     if machine.devices:
         yield f"devices   {machine.devices} × {machine.device}, {amount(machine.device_memory_bytes)} each"
-    yield f"ranks     {found.ranks}, {found.cores_per_rank:g} cores each"
+    yield f"ranks     {found.ranks}, {machine.cores / found.ranks:g} cores each"
     yield ""
     rows = [["TFLOP/s", "size", "one rank", "all ranks, each"]]
     for product in found.matmul:
         rates = (product.flops_per_second, product.shared_flops_per_second)
         rows.append([f"{product.dtype} matmul", str(product.size), *(f"{rate / 1e12:.3g}" for rate in rates)])
-    for attention in found.attention:
-        rate = f"{attention.flops_per_second / 1e12:.3g}"
-        rows.append([f"{attention.dtype} attention", str(attention.tokens), rate, ""])
     yield from table(rows, width())
     yield ""
     yield f"memory    {_rate(found.memory_bytes_per_second)}"

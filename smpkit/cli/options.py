@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -168,17 +167,6 @@ def length(value: str) -> timedelta:
     if span > _LONGEST:
         raise click.BadParameter(f"`{value}` is longer than {_LONGEST.days:,} days")
     return span
-
-
-def seconds(value: str) -> float:
-    """The type of an option that is a number of seconds above zero."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= _LONGEST.total_seconds():
-        raise click.BadParameter(f"`{value}` is not a number of seconds above 0 and up to {_LONGEST.days:,} days")
-    return number
 
 
 def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,9 +59,6 @@ class Loaded:
     path: Path
     """The file, as the user named it."""
 
-    overrides: tuple[Override, ...] = ()
-    """What the command line has set over it."""
-
     @property
     def kind_name(self) -> str:
         """The kind in words."""
@@ -173,8 +170,8 @@ def _load(kind: str, path: Path, document: Document, overrides: Sequence[Overrid
     notices = config.notices(sources.value) if isinstance(config, ModelParallelConfig) else config.notices()
     origins = {leaf: sources.origin(leaf) for leaf in _leaves(config.model_dump())}
     if isinstance(config, JobConfig):
-        return LoadedJob(kind, config, sources.located(notices), origins, path, tuple(overrides))
-    return Loaded(kind, config, sources.located(notices), origins, path, tuple(overrides))
+        return LoadedJob(kind, config, sources.located(notices), origins, path)
+    return Loaded(kind, config, sources.located(notices), origins, path)
 
 
 def _file_problems(value: object, folder: Path) -> Iterable[Problem]:

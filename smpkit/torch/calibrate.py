@@ -18,11 +18,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm
 from torch.utils.benchmark import Timer
 
 from smpkit.plan.tune.calibration import (
-    Attention,
     Calibration,
     Collective,
     HostLink,
@@ -40,7 +39,6 @@ from smpkit.torch.placement.facts import dtype_name
 from smpkit.torch.step import step
 
 _MIB: Final = 2**20
-_HEADS, _HEAD_SIZE = 8, 64
 _FEWEST_RUNS: Final = 3
 _STEPS: Final = 20
 _TINY: Final = 8
@@ -65,10 +63,9 @@ class _Measurement:
         fast = devices.is_asynchronous(self._device)
         self._dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if fast else [])]
         self._sizes = (1024, 4096, 8192) if fast else (128, 512, 1024)
-        self._tokens = (1024, 4096) if fast else (256, 1024)
         self._groups = [size for size in sorted({2, 4, 8, 16, state.size}) if 2 <= size <= state.size]
         self._message_bytes = (4096, _MIB, 16 * _MIB) if state.size > 1 else ()
-        num_measured = len(self._dtypes) * (2 * len(self._sizes) + len(self._tokens))
+        num_measured = len(self._dtypes) * 2 * len(self._sizes)
         num_measured += len(self._message_bytes) * (1 + 3 * len(self._groups)) + (9 if fast else 5)
         # Processes start and warm up in the rest.
         self._slot = 0.7 * seconds / num_measured
@@ -86,9 +83,7 @@ class _Measurement:
             format=1,
             machine=machine,
             ranks=state.size,
-            cores_per_rank=machine.cores / state.size,
             matmul=list(self._matmuls()),
-            attention=list(self._attentions()),
             memory_bytes_per_second=self._memory(),
             link=self._link() if devices.is_asynchronous(self._device) else None,
             messages=list(self._messages()),
@@ -165,15 +160,6 @@ class _Measurement:
                     flops_per_second=flops / self._alone(multiply),
                     shared_flops_per_second=flops / self._together(multiply),
                 )
-
-    def _attentions(self) -> Iterator[Attention]:
-        for dtype in self._dtypes:
-            for tokens in self._tokens:
-                query, key, value = (self._random(1, _HEADS, tokens, _HEAD_SIZE, dtype=dtype) for _ in range(3))
-                attend = partial(scaled_dot_product_attention, query, key, value, is_causal=True)
-                # Half of the products are masked, and what is counted elsewhere counts all of them.
-                flops = 4.0 * _HEADS * tokens**2 * _HEAD_SIZE
-                yield Attention(dtype=dtype_name(dtype), tokens=tokens, flops_per_second=flops / self._alone(attend))
 
     def _memory(self) -> float:
         source = self._random(16 * _MIB)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
-    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1", "--json")
+    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1")
     assert done.exit_code == 0, done.stderr
     found = read_calibration(folder / "calibration.json")
-    assert json.loads(done.stdout) == json.loads((folder / "calibration.json").read_text())
     assert (found.ranks, found.machine.host, found.machine.cores) == (2, this_machine().host, this_machine().cores)
     assert {each.dtype for each in found.matmul} >= {"float32", "bfloat16"}
     assert [each.num_bytes for each in found.messages] == [4096, 2**20, 16 * 2**20]

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from smpkit.cli._world import World
-from smpkit.config.modelparallel import ModelParallelConfig
 from tests.cli.conftest import Smpkit
 
 REPORT = """\
@@ -302,13 +300,6 @@ def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpki
     result = smpkit("plan", "mp.json", "--model", "zoo:traced")
     assert "`offload_activations` has nothing to offload: no layer of the model is checkpointed" in result.stderr
     assert "offload   " not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("instance_type", "on_host"), [("ml.c5.4xlarge", True), ("ml.trn1.2xlarge", False), ("ml.p4d.24xlarge", False)]
-)
-def test_an_instance_without_accelerators_computes_on_its_host(instance_type: str, on_host: bool) -> None:
-    assert World(ModelParallelConfig(), instance_type=instance_type).computes_on_host is on_host
 
 
 # --- what features save -----------------------------------------------------------------------------------------------

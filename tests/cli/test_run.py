@@ -217,17 +217,6 @@ def test_options_of_the_image_are_refused_without_it(
     )
 
 
-@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
-def test_an_interruption_after_no_time_is_refused(
-    tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch, seconds: str
-) -> None:
-    write(tmp_path, "print()", "entry_point: train.py\n")
-    monkeypatch.chdir(tmp_path)
-    result = smpkit("run", "job.yaml", "--docker", "--interrupt-after", seconds)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"`{seconds}` is not a number of seconds above 0" in result.stderr
-
-
 def test_without_torch_it_says_what_to_install(tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "print()", "entry_point: train.py\n")
     monkeypatch.chdir(tmp_path)

@@ -61,14 +61,6 @@ class Matmul(Section):
     """Of one rank while all compute: less where ranks share cores."""
 
 
-class Attention(Section):
-    """Causal attention over 8 heads of 64, forward."""
-
-    dtype: str
-    tokens: _Count
-    flops_per_second: _Positive
-
-
 class HostLink(Section):
     """The link between an accelerator and the host's pinned memory."""
 
@@ -103,11 +95,9 @@ class Calibration(Section):
     machine: Identity
     ranks: _Count
     """That were started."""
-    cores_per_rank: _Positive
     seconds: _Positive
     """How long it took to measure."""
     matmul: Annotated[list[Matmul], Field(min_length=1)]
-    attention: list[Attention]
     memory_bytes_per_second: _Positive
     """Read and written by a copy within the memory that a rank computes in."""
     link: HostLink | None = None

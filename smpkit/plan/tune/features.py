@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
@@ -13,7 +12,7 @@ from smpkit.plan.memory import ModelFacts
 from smpkit.plan.speed import Speed
 from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.neighbours import memory_changes
-from smpkit.plan.tune.predict import RuledOut, choose_layers, layers_of, scaled, with_choices
+from smpkit.plan.tune.predict import layers_of, scaled, with_choices
 
 
 @dataclass(frozen=True)
@@ -71,22 +70,6 @@ def remedy(known: Sequence[Feature], limit_bytes: float) -> Feature | None:
     """Return the one change by which the model fits, of several the one that costs least time; None: none does."""
     fitting = [feature for feature in known if not feature.is_on and feature.peak_bytes <= limit_bytes]
     return min(fitting, key=lambda feature: feature.cost, default=None)
-
-
-def automatic(
-    config: ModelParallelConfig, model: ModelFacts, plan: Plan, speed: Speed, limit_bytes: float, *, on_host: bool
-) -> dict[str, Choice] | None:
-    """Return what layers of strategy "auto" would do within this memory; None: nothing fits, or there are none.
-
-    Where ranks compute on the host, nothing is offloaded.
-    """
-    layers = layers_of(model)
-    if not layers:
-        return None
-    costs = {unit.cost.name: unit.cost for unit in model.units}
-    present = {name: Choice.RECOMPUTE if costs[name].boundary_bytes else Choice.KEEP for name in layers}
-    chosen = choose_layers(config, plan, layers, present, (limit_bytes, inf), speed, on_host=on_host)
-    return None if isinstance(chosen, RuledOut) else chosen[0]
 
 
 def peak_of(plan: Plan) -> int:

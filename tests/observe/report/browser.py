@@ -11,7 +11,6 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,17 +96,12 @@ class Browser:
         pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": actions}
         self._ask("POST", "/actions", {"actions": [pointer]})
 
-    def touch(self, *fingers: Sequence[tuple[float, float]]) -> None:
-        """Put fingers on the screen, move each along its places, all at the same time, and lift them."""
-        names = [f"finger {number}" for number in range(len(fingers))]
-        sources = []
-        for name, places in zip(names, fingers, strict=True):
-            moves: list[dict[str, Any]] = [
-                {"type": "pointerMove", "x": round(x), "y": round(y), "origin": "viewport"} for x, y in places
-            ]
-            actions = [moves[0], {"type": "pointerDown", "button": 0}, *moves[1:], {"type": "pointerUp", "button": 0}]
-            sources.append({"type": "pointer", "id": name, "parameters": {"pointerType": "touch"}, "actions": actions})
-        self._ask("POST", "/actions", {"actions": sources})
+    def touch(self, *places: tuple[float, float]) -> None:
+        """Put a finger on the screen, move it along places, and lift it."""
+        first, *moves = ({"type": "pointerMove", "x": round(x), "y": round(y), "origin": "viewport"} for x, y in places)
+        actions = [first, {"type": "pointerDown", "button": 0}, *moves, {"type": "pointerUp", "button": 0}]
+        finger = {"type": "pointer", "id": "finger", "parameters": {"pointerType": "touch"}, "actions": actions}
+        self._ask("POST", "/actions", {"actions": [finger]})
 
     def press(self, *keys: str) -> None:
         """Press keys one after the other."""

@@ -94,18 +94,18 @@ def test_a_finger_selects_a_time_and_asks_on_a_screen_for_them(browser: Browser,
     browser.show(pages["one"], 400, touches=True)
     x, y, width, _ = _schedule(browser)
     whole, axis = browser.run(_PIXELS), browser.run(_AXIS)
-    browser.touch([(x + width * share, y + 40) for share in (0.5, 0.6, 0.8)])
+    browser.touch(*((x + width * share, y + 40) for share in (0.5, 0.6, 0.8)))
     browser.wait_until("true")
     assert browser.run(_PIXELS) != whole
     assert browser.run(_AXIS) != axis
     for _ in range(2):
-        browser.touch([(x + width / 2, y + 40)])
+        browser.touch((x + width / 2, y + 40))
     browser.wait_until("true")
     assert browser.run(_AXIS) == axis
     # A tap asks what is there, and the answer stays until the next one.
-    browser.touch([(x + 60, y + 34)])
+    browser.touch((x + 60, y + 34))
     assert "forward of microbatch 0, segment 0" in browser.run(_TIP)
-    browser.touch([(x + 2, y - 30)])
+    browser.touch((x + 2, y - 30))
     assert browser.run(_TIP) == ""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.observe.report import view
+from smpkit.observe.report import open_report, view
 from smpkit.observe.report.data import Content, Curve, Setting, content_of
 from smpkit.observe.report.view import page
 from smpkit.observe.runs import open_run
@@ -165,6 +165,22 @@ def test_what_was_not_recorded_is_said_once(tmp_path: Path, contents: list[Conte
     assert "smpkit run JOB_FILE" in text
     bare = Elements(page([replace(contents[0], steps=(), times=(), main=None, links=(), missing={"events": "None."})]))
     assert (bare.text.count("None."), "Schedule" in bare.titles) == (1, False)
+
+
+def test_a_notebook_shows_a_frame_that_reaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "20260102-030405")
+    monkeypatch.chdir(tmp_path)
+    report = open_report()
+    found: list[tuple[str, dict[str, str | None]]] = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, dict(attrs)))
+
+    Parser().feed(report._repr_html_())
+    [(tag, attributes)] = found
+    assert (tag, attributes["sandbox"], attributes["srcdoc"]) == ("iframe", "allow-scripts", report.html)
+    assert ODD not in report.html
 
 
 # --- the library --------------------------------------------------------------------------------------------------

@@ -26,10 +26,8 @@ def facts(**changes: Any) -> dict[str, Any]:
         "format": 1,
         "machine": MACHINE,
         "ranks": 4,
-        "cores_per_rank": 1.0,
         "seconds": 60.0,
         "matmul": [matmul, {**matmul, "dtype": "bfloat16", "flops_per_second": 40e12}],
-        "attention": [{"dtype": "bfloat16", "tokens": 1024, "flops_per_second": 20e12}],
         "memory_bytes_per_second": 1e12,
         "link": {
             "out_bytes_per_second": 20e9,

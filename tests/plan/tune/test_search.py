@@ -8,13 +8,9 @@ import pytest
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
-from smpkit.plan.decide import decide
 from smpkit.plan.memory import ModelFacts, in_dtype
-from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.speed import Speed
 from smpkit.plan.tune.calibration import Calibration
 from smpkit.plan.tune.chain import Choice
-from smpkit.plan.tune.features import automatic
 from smpkit.plan.tune.machine import Machine, from_calibration
 from smpkit.plan.tune.predict import (
     Job,
@@ -253,31 +249,6 @@ def test_thousands_of_ranks_are_planned_by_symmetry() -> None:
     found = search(where, {}, budget_seconds=1)
     assert found.best
     assert found.seconds < 60
-
-
-# --- what layers of strategy "auto" do --------------------------------------------------------------------------------
-
-
-def would_choose(gib: float, *, on_host: bool = False, **parameters: Any) -> dict[str, Choice] | None:
-    config, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 4, **parameters}, None)
-    speed = Speed(1e13, LinkSpeed(25e9, 25e9))
-    return automatic(config, gpt(), decide(config, 2, gpt(), speed), speed, gib * 2**30, on_host=on_host)
-
-
-def test_plan_says_what_auto_would_choose() -> None:
-    assert set((would_choose(16) or {}).values()) == {Choice.KEEP}
-    for offloads, choices in (
-        (False, {Choice.KEEP, Choice.RECOMPUTE}),
-        (True, {Choice.KEEP, Choice.OFFLOAD}),
-        ("auto", {Choice.KEEP, Choice.OFFLOAD}),  # a link that hides all of it
-    ):
-        found = would_choose(2.0, offload_activations=offloads)
-        assert found is not None
-        assert set(found.values()) == choices
-    assert would_choose(1) is None
-    # On the host there is nothing to offload to.
-    on_host = would_choose(2.0, on_host=True, offload_activations="auto")
-    assert set((on_host or {}).values()) == {Choice.KEEP, Choice.RECOMPUTE}
 
 
 def test_a_mixed_choice_offloads_only_some_inputs() -> None:
