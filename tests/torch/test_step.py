@@ -195,15 +195,9 @@ def test_reductions_over_microbatches() -> None:
     assert output.reduce_sum().tolist() == [4.0, 6.0]
     assert output.concat().tolist() == [1.0, 2.0, 3.0, 4.0]
     assert output.stack().tolist() == [[1.0, 2.0], [3.0, 4.0]]
-
-
-def test_scalars_concatenate_to_a_vector_and_integers_have_a_mean() -> None:
-    output = StepOutput([torch.tensor(1), torch.tensor(2)])
-    assert output.concat().tolist() == [1, 2]
-    assert output.reduce_mean().item() == 1.5
-
-
-def test_concat_joins_batches_of_different_size() -> None:
+    integers = StepOutput([torch.tensor(1), torch.tensor(2)])
+    assert integers.concat().tolist() == [1, 2]
+    assert integers.reduce_mean().item() == 1.5
     assert StepOutput([torch.zeros(2, 3), torch.zeros(1, 3)]).concat().shape == (3, 3)
 
 

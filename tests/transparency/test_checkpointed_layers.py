@@ -160,20 +160,6 @@ def test_code_around_layers_trains_with_a_split_backward() -> None:
 # --- what is computed again, and what leaves --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "call", "layers"),
-    [
-        ("layers in a loop", "checkpoint", [2, 2]),
-        ("a chain", "contiguous", [2, 2]),
-        ("code around layers", "by_torch", [2, 3]),  # rank 1 has one layer twice
-    ],
-)
-@on_ranks(2)
-def test_every_layer_is_computed_twice(model: str, call: str, layers: list[int]) -> None:
-    train(CASES[model], replace(WAY, placement=-1, batches=(4,), prepare=partial(call_through, CALLS[call])))
-    assert Counted.calls == 2 * 4 * layers[int(os.environ["RANK"])]
-
-
 OFFLOADED = replace(WAY, config={"offload_activations": True, "activation_loading_horizon": 1})
 
 

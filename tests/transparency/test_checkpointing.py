@@ -21,13 +21,7 @@ from tests.train import TOLERANCE, Way, same
 
 @dataclass(frozen=True)
 class Stacked:
-    """Build an embedding, layers and a head.
-
-    Args:
-        dropout: probability.
-        tied: whether the head is the embedding's weight.
-        frozen: whether a layer and the embedding are not trained.
-    """
+    """Builds an embedding, layers and a head, which may be `tied`; or the embedding and some layers are `frozen`."""
 
     dropout: float
     tied: bool = False

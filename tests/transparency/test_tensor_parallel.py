@@ -85,16 +85,7 @@ def divide_different(module: nn.Module) -> None:
 def row(
     name: str, degrees: tuple[int, int, int], prescaled: bool, optimize: str, sharded: bool = False, **more: Any
 ) -> tuple[str, Way]:
-    """Return a model and a way to train it.
-
-    Args:
-        name: of the model.
-        degrees: pipeline and tensor-parallel ranks, and how often there is each of these.
-        prescaled: whether the ranks of a tensor-parallel group feed one batch together.
-        optimize: "speed" or "memory".
-        sharded: the optimizer's states.
-        more: of the configuration.
-    """
+    """Return a model and a way to train it; `degrees` are pipeline and tensor-parallel ranks, and copies of each."""
     pipeline, tensor, copies = degrees
     config = {"prescaled_batch": prescaled, "optimize": optimize, "shard_optimizer_state": sharded, **more}
     replicas = copies * (1 if prescaled else tensor)

@@ -30,6 +30,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "marked": (lambda: smp.set_tensor_parallelism(wrong), "takes a torch.nn.Module, got str"),
     "placed": (lambda: smp.set_partition(wrong, 0), "takes a torch.nn.Module, got str"),
     "dtype": (lambda: smp.model_creation(dtype=wrong).__enter__(), "must be a floating-point torch.dtype, got 'x'"),
+    "dtype of integers": (lambda: smp.model_creation(dtype=torch.int8).__enter__(), "dtype, got torch.int8"),
     "register": (
         lambda: smp.tp_register_with_module(nn.Bilinear, smp.nn.DistributedLinear, wrong),
         "init_hook must be",

@@ -113,11 +113,6 @@ def test_unknown_argument_names_are_refused_when_decorating(options: dict[str, A
         Splitter(plain, **options)
 
 
-def test_a_wrong_call_raises_what_python_raises() -> None:
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        Splitter(plain).split((1, 2, 3), {}, 2, CPU)
-
-
 def test_samples_and_tokens_are_those_of_the_first_tensor_that_is_cut() -> None:
     def step(table: Any, batch: Any, labels: Any) -> None: ...
 

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator, Sequence
@@ -213,14 +211,11 @@ def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
 
 
-def start(
-    script: str, size: int, folder: Path, agent: bool, *, reads: bool = False, fresh: bool = False
-) -> Sequence[Script | subprocess.Popen[str]]:
+def start(script: str, size: int, folder: Path, agent: bool, *, reads: bool = False) -> Sequence[Script]:
     """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0.
 
     Args:
         reads: whether it reads from its standard input.
-        fresh: start interpreters; else it is run in processes that have torch already.
     """
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
@@ -234,10 +229,7 @@ def start(
     common |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    if not fresh:
-        return [Script(path, env=environment, reads=reads) for environment in environments]
-    command = [sys.executable, str(path)]
-    return [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in environments]
+    return [Script(path, env=environment, reads=reads) for environment in environments]
 
 
 _kept: list[TCPStore | socket.socket] = []
@@ -267,7 +259,7 @@ def _ports() -> Iterator[None]:
     _kept.clear()
 
 
-def stories(ranks: Sequence[Script | subprocess.Popen[str]]) -> list[str]:
+def stories(ranks: Sequence[Script]) -> list[str]:
     try:
         return [rank.communicate(timeout=120)[1] for rank in ranks]
     finally:
@@ -294,13 +286,9 @@ def script(rank: int, does: str, then: str = "smp.barrier()", first: str = "") -
     return SCRIPT.format(rank=rank, does=does, then=then, first=first)
 
 
-@pytest.mark.parametrize(
-    ("failing", "agent"),
-    [pytest.param(1, True, marks=pytest.mark.slow), (1, False), (0, False)],
-    ids=["agent", "other", "server"],
-)
-def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent: bool, tmp_path: Path) -> None:
-    told = stories(start(script(failing, FAILS), 3, tmp_path, agent, fresh=agent))  # before their deadline
+@pytest.mark.parametrize("failing", [1, 0], ids=["other", "server"])
+def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, tmp_path: Path) -> None:
+    told = stories(start(script(failing, FAILS), 3, tmp_path, agent=False))  # before their deadline
     assert told[failing].strip().endswith("ValueError: the learning rate is negative")
     for rank, story in enumerate(told):
         if rank != failing:

@@ -98,13 +98,3 @@ def test_errors_behind_an_error_are_shortened_too() -> None:
     tracebacks.shorten(caught.value)
     assert caught.value.__cause__ is not None
     assert [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)] == ["outer"]
-
-
-def test_an_error_of_ours_outside_any_step_shows_the_script() -> None:
-    def script() -> None:
-        smp.barrier()
-
-    with pytest.raises(UsageError) as caught:
-        script()
-    tracebacks.shorten(caught.value)
-    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["script"]

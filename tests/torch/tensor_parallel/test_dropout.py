@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from smpkit.errors import UnsupportedError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, slow
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, train_step
 
@@ -113,24 +114,17 @@ def waits(in_step: bool, prescaled: bool, optimize: str, recompute: str) -> list
 
 
 SETTINGS = [(True, "speed"), (False, "speed"), (True, "memory")]
-PAIRS = pairwise([[True, False], SETTINGS, ["smp", "torch"]])
+AXES: list[list[Any]] = [[True, False], SETTINGS, ["smp", "torch"]]
+PAIRS = pairwise(AXES)
 
 
 @pytest.mark.parametrize(
-    ("in_step", "prescaled", "optimize", "recompute"),
-    [
-        pytest.param(
-            in_step, *settings, recompute, marks=[] if (in_step, settings, recompute) in PAIRS else pytest.mark.slow
-        )
-        for in_step in (True, False)
-        for settings in SETTINGS
-        for recompute in ("smp", "torch")
-    ],
+    ("in_step", "settings", "recompute"), [*PAIRS, *slow(row for row in itertools.product(*AXES) if row not in PAIRS)]
 )
 def test_a_step_with_dropout_asks_and_waits_no_more_than_one_without(
-    in_step: bool, prescaled: bool, optimize: str, recompute: str
+    in_step: bool, settings: tuple[bool, str], recompute: str
 ) -> None:
-    for without, having in run_ranks(waits, 2, in_step, prescaled, optimize, recompute):
+    for without, having in run_ranks(waits, 2, in_step, *settings, recompute):
         assert having == without
         assert any("c10d" in name for name in without)
 

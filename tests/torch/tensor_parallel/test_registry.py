@@ -184,15 +184,8 @@ def test_both_names_of_the_delay_work(name: str) -> None:
     assert not is_delayed(made.weight)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"delayed_parameter_initialization": True, "delay_param_initialization": False}, "are one argument"),
-        ({"dtype": torch.int8}, "floating-point torch.dtype, got torch.int8"),
-    ],
-    ids=["contradicting names", "a dtype of integers"],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_contradicting_names_are_refused() -> None:
     smp.init()
-    with pytest.raises(UsageError, match=message), smp.model_creation(**arguments):
+    arguments: Any = {"delayed_parameter_initialization": True, "delay_param_initialization": False}
+    with pytest.raises(UsageError, match="are one argument"), smp.model_creation(**arguments):
         pass
