@@ -187,10 +187,7 @@ def _schedule(steps: Sequence[RankStep]) -> Schedule:
     segments = sorted({Segment(rank, each.segment) for rank, stage in enumerate(actions) for each in stage})
     kinds = {each.kind for stage in actions for each in stage}
     count = 1 + max((each.microbatch for stage in actions for each in stage), default=-1)
-    try:
-        graph = SegmentGraph(len(steps), tuple(segments), (), kinds != {Kind.FORWARD})
-    except ScheduleError as error:
-        raise EventsError(f"the recorded actions belong to no schedule: {error.message}") from None
+    graph = SegmentGraph(len(steps), tuple(segments), (), kinds != {Kind.FORWARD})
     return Schedule("executed", graph, count, actions, (count,) * len(steps))
 
 
