@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -29,7 +29,7 @@ class ScheduleError(SmpkitError, AssertionError):
     exit_code = 3
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What an action does with its segment."""
 
     FORWARD = "F"
@@ -37,9 +37,6 @@ class Kind(str, Enum):
     """The whole backward, or, in a schedule with WEIGHT actions, the half that makes the inputs' gradients."""
     WEIGHT = "W"
     """The half of a split backward that makes the parameters' gradients; no rank waits for it (zero bubble)."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, order=True)

@@ -59,9 +59,9 @@ def interleaved(
     """Run backward first, and choose by simulation how many microbatches each rank holds.
 
     A rank with few live microbatches waits for slow links; one with many needs memory. Tried are, from little memory
-    to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, `2 * depth - 1`, multiples of how
-    long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %)
-    the one with the fewest live microbatches. Of a loop (virtual stages) interleaved 1F1B is tried first.
+    to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, multiples of how long a microbatch
+    stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %) the one with the
+    fewest live microbatches. Of a loop (virtual stages) interleaved 1F1B is tried first.
 
     Args:
         active_microbatches: no rank ever holds more (SMP v1's parameter).
@@ -175,7 +175,6 @@ def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limit: int) 
     """Return the caps to try, from few live microbatches to many."""
     deepest = max(1, *depths)
     shapes = [[depth + more for depth in depths] for more in range(deepest + 1)]
-    shapes += [[2 * depth - 1 for depth in depths]]
     shapes += [[ceil(live * factor / 4) for live in full_pipe] for factor in range(4, 13)]
     shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1), limit)]
     choices = {tuple(max(1, min(cap, limit)) for cap in shape) for shape in shapes}

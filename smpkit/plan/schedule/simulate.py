@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
@@ -16,7 +16,7 @@ from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment
 from smpkit.plan.schedule.tasks import Edge, LinkModel, Task, tasks_of
 
 
-class Cause(str, Enum):
+class Cause(StrEnum):
     """Why a rank is idle."""
 
     FILL = "fill"
@@ -29,9 +29,6 @@ class Cause(str, Enum):
     """What it needs is on its way."""
     DRAIN = "drain"
     """It has finished and others have not."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
