@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
@@ -174,6 +175,13 @@ def viewed_before(model: Any, x: Tensor) -> Tensor:
     return x + row
 
 
+def returned_value(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return a value of which the other rank has changed its copy."""
+    first: Tensor = model.module.first(x)
+    model.backward(functional.mse_loss(model.module.far(first), y))
+    return first
+
+
 ACTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "goes on": lambda model, x: model.far(x),
     "changes where it lies": changed_where_it_lies,
@@ -191,6 +199,10 @@ ACTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 REFUSED = {
     "used after a unit has changed it elsewhere": (
         between("adds what was"),
+        "was used after `far`, which lies on another",
+    ),
+    "returned after a unit has changed it elsewhere": (
+        Case(functools.partial(Between, "goes on", Changes), vectors, returned_value),
         "was used after `far`, which lies on another",
     ),
     "through a view": (
