@@ -76,7 +76,9 @@ class DistributedModel(ModelParts):
     Args:
         module: the model; the same on every rank.
         trace_device: "gpu" or "cpu", where a tracing pass runs; nothing is traced at pipeline degree 1.
-        trace_execution_times: accepted for compatibility; what each part computes is counted from shapes.
+        trace_execution_times: partition by the time that each part's forward takes, instead of by its operations;
+            needs `trace_device="gpu"`, and uses the CPU where there is no GPU. The first rank runs the whole model for
+            one microbatch, a few times, when the first step begins, and decides for all ranks.
         overlapping_allreduce: with `ddp`, reduce gradients while backward runs; else when the step is over.
         backward_passes_per_step: with `ddp`, steps between reductions (gradient accumulation); an optimizer's step or
             clipping before then reduces, too. The loss is the user's to divide.
@@ -116,7 +118,7 @@ class DistributedModel(ModelParts):
     ) -> None:
         super().__init__()
         check_arguments(
-            module, trace_device, trace_execution_times or trace_memory_usage, backward_passes_per_step, bucket_cap_mb
+            module, trace_device, trace_execution_times, trace_memory_usage, backward_passes_per_step, bucket_cap_mb
         )
         self._degrees = f"pipeline {state.pp_size} × tensor {state.tp_size} × data {state.rdp_size}"
         self.find_unused_parameters = find_unused_parameters
@@ -158,7 +160,7 @@ class DistributedModel(ModelParts):
         self.participants = StepParticipants()
         self.pipeline: Pipeline | None = None
         if state.pp_size > 1:
-            self.pipeline = Pipeline(module, self.participants, _prepare_checkpointing)
+            self.pipeline = Pipeline(module, self.participants, trace_execution_times, _prepare_checkpointing)
         self.partitioned = self.pipeline is None
         self.placement = Placement(self.module)
         # Parts begin each step in this order, and end it in reverse. Hooks come first, because they may load or change

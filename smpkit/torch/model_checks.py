@@ -22,11 +22,12 @@ from smpkit.torch.precision.cast import half_dtype
 def check_arguments(
     module: nn.Module,
     trace_device: str,
-    measures: bool,
+    trace_execution_times: bool,
+    trace_memory_usage: bool,
     backward_passes: int,
     bucket_cap_mb: float,
 ) -> None:
-    """Refuse a model or an option of `smp.DistributedModel` that cannot work; warn of measurements without effect."""
+    """Refuse a model or an option of `smp.DistributedModel` that cannot work; warn of one without effect."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
     lazy = [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]
@@ -48,17 +49,19 @@ def check_arguments(
             "call the model once with a batch, on all ranks with the same seed, before it is wrapped",
         ),
         (trace_device not in ("gpu", "cpu"), f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`", ""),
+        (
+            trace_device == "cpu" and trace_execution_times,
+            "trace_execution_times measures on the GPU, but trace_device is `cpu`",
+            "pass trace_device='gpu' or trace_execution_times=False",
+        ),
         (backward_passes < 1, f"backward_passes_per_step must be at least 1, got {backward_passes}", ""),
         (bucket_cap_mb <= 0, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}", ""),
     )
     for applies, message, hint in refusals:
         if applies:
             raise UsageError(message, hint=hint or None)
-    if measures:
-        warn_user(
-            "trace_execution_times and trace_memory_usage have no effect: what each part computes and keeps is counted"
-            " from shapes"
-        )
+    if trace_memory_usage:
+        warn_user("trace_memory_usage=True has no effect: what each part keeps is computed from shapes")
     if any(isinstance(part, OffloadModel) for part in module.modules()):
         _check_offload_model()
 

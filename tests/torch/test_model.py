@@ -195,10 +195,11 @@ def test_trap_10_an_optimizer_that_is_loaded_by_a_hook_of_a_hook_resumes_exactly
     ("options", "message"),
     [
         ({"trace_device": "tpu"}, "trace_device must be one of `gpu`, `cpu`, got `tpu`"),
+        ({"trace_device": "cpu", "trace_execution_times": True}, "trace_execution_times measures on the GPU"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1, got 0"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be more than 0, got 0"),
     ],
-    ids=["trace_device", "backward_passes", "bucket_cap"],
+    ids=["trace_device", "trace_execution_times", "backward_passes", "bucket_cap"],
 )
 def test_rejects_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,12 +17,13 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.decide import Policy, assign_units
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.mesh import CommGroup
-from smpkit.plan.partition.assignment import Assignment
+from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.torch.core import devices
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipants
-from smpkit.torch.core.tensor_spec import signature
+from smpkit.torch.core.tensor_spec import map_tensors, signature
 from smpkit.torch.distributed.deadline import report_failure
 from smpkit.torch.distributed.init import message_groups
 from smpkit.torch.distributed.objects import object_from
@@ -32,10 +36,11 @@ from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, current_microbatch
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled, with_other_names
+from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.manual import manual_placement
 from smpkit.torch.placement.placement import Placement, keep_local_parameters
-from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
+from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model, run_fake
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recording.recorder import current_recorder
 from smpkit.torch.tensor_parallel.agreement import common_seed
@@ -64,6 +69,7 @@ class Pipeline:
     """One rank's part in running `root` over the ranks of PP_GROUP.
 
     Args:
+        measures_times: whether the time that units take decides how the model is partitioned.
         on_placement: called once with `root` and the rank of each module, before modules leave this rank.
     """
 
@@ -71,11 +77,13 @@ class Pipeline:
         self,
         root: nn.Module,
         participants: StepParticipants,
+        measures_times: bool,
         on_placement: Callable[[nn.Module, Mapping[str, int]], None],
     ) -> None:
         self._root = root
         self._participants = participants
         self._on_placement = on_placement
+        self._measures_times = measures_times
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
         between_gpus = message_groups(tuple(ranks)) if connects(group, device) else None
         self._transport = Transport(group, ranks, device, between_gpus)
@@ -133,6 +141,7 @@ class Pipeline:
 
     def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> Placement:
         """Partition the model at the first step: agree on an assignment, place the modules, make the executor."""
+        self._check_weights()
         refuse_compiled(self._root)
         hosts = self._transport.hosts
         if state.pp_rank == 0:
@@ -164,8 +173,25 @@ class Pipeline:
         if (recorder := current_recorder()) is not None:
             recorder.attach(self._executor)
         if state.rank == 0:
-            announce(assignment.log_lines())
+            announce([*self._measurement_lines(), *assignment.log_lines()])
         return placement
+
+    def _check_weights(self) -> None:
+        if self._measures_times and any(is_delayed(parameter) for parameter in self._root.parameters()):
+            raise UsageError(
+                "execution times cannot be measured: the model was made under delay_param_initialization and has no"
+                " weights yet",
+                hint="leave out trace_execution_times; costs are then computed from shapes",
+            )
+
+    def _measurement_lines(self) -> list[str]:
+        if not self._measures_times:
+            return []
+        if not state.cfg.auto_partition:
+            return ["auto_partition is off: modules are placed by hand, not by measured execution times."]
+        if state.cfg.skip_tracing:
+            return ["skip_tracing is on: partitioned by parameter sizes, not by measured execution times."]
+        return [f"Partitioned by execution times of one microbatch, measured on rank 0 ({state.device})."]
 
     def _agree_on_assignment(self, step: TrialStep) -> tuple[Assignment, ModelFacts]:
         """Decide on the first replica for all of them: others may have other shapes, and would measure other times."""
@@ -192,6 +218,8 @@ class Pipeline:
             costs = measure_units(self._root, units_of(self._root), None)
         else:
             costs = measure_units(self._root, units_of(self._root), lambda: run_fake(self._root, step))
+            if self._measures_times:
+                costs = measure_times(self._root, costs, step, state.device)
         return assign_units(cfg, costs, places), model_facts(self._root, costs, places)
 
     def _fits_model(self, assignment: Assignment) -> bool:
@@ -268,3 +296,55 @@ class Pipeline:
         if stage.failed_alone and not isinstance(error, DeadlineError | RemoteError):
             # Now, not when the process ends: a script that catches the error would let the others wait in vain.
             report_failure(error, goes_on=True)
+
+
+# ---- how long the forward of each unit takes, measured: another measure of what a unit computes ----------------------
+
+_RUNS: Final = 4  # the first run warms up; of the others the fastest counts, which was disturbed least
+
+
+def measure_times(root: nn.Module, costs: Sequence[UnitCost], step: TrialStep, device: torch.device) -> list[UnitCost]:
+    """Return `costs` with seconds for operations, in the order in which the units ran; those that did not cost none.
+
+    The step runs for one microbatch with real data on one rank, which holds the whole model meanwhile. It runs a few
+    times, because the first run is slow for other reasons; backward is taken to cost the same multiple of forward
+    everywhere. The model is moved to `device` and stays there; apart from that it is as it was.
+    """
+    root.to(device)
+    step = replace(step, **map_tensors(lambda tensor: tensor.to(device), {"args": step.args, "kwargs": step.kwargs}))
+    known = {cost.name: cost for cost in costs}
+    _, *runs = [_seconds_by_unit(root, known, step, device) for _ in range(_RUNS)]
+    seconds = {name: min(run.get(name, 0.0) for run in runs) for name in runs[0]}
+    in_order = [*seconds, *(name for name in known if name not in seconds)]
+    return [replace(known[name], flops=seconds.get(name, 0.0)) for name in in_order]
+
+
+def _seconds_by_unit(
+    root: nn.Module, names: Collection[str], step: TrialStep, device: torch.device
+) -> dict[str, float]:
+    """Run the step and return how long each unit took, over all of its calls."""
+    taken: dict[str, float] = {}
+    started: dict[str, float] = {}
+
+    def now() -> float:
+        devices.wait_for_stream(device)  # kernels run after the call has returned
+        return time.perf_counter()
+
+    def begin(name: str, *_: Any) -> None:
+        started[name] = now()
+
+    def end(name: str, *_: Any) -> None:
+        taken[name] = taken.get(name, 0.0) + now() - started[name]
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            module = root.get_submodule(name)
+            stack.enter_context(module.register_forward_pre_hook(functools.partial(begin, name)))
+            stack.enter_context(module.register_forward_hook(functools.partial(end, name)))
+        stack.enter_context(restoring_model(root, _buffer_of_its_own))
+        step()
+    return taken
+
+
+def _buffer_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()

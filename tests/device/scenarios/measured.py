@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
+from smpkit.plan.partition.assignment import UnitCost
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device import Speeds
 from smpkit.torch import calibrate
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
 from smpkit.torch.offload import link as offload_link
+from smpkit.torch.pipeline.pipeline import measure_times
+from smpkit.torch.placement.trace import TrialStep
 from smpkit.torch.recording import recorder
 from tests.device.on_sim import in_virtual_time
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
@@ -73,6 +76,27 @@ def layers(*, on: str = "cpu") -> nn.Sequential:
     with torch.device(on):
         torch.manual_seed(0)
         return nn.Sequential(*[Layer() for _ in range(_LAYERS)])
+
+
+def units_for_a_partition() -> None:
+    """Measure the forward of each unit; each runs while the host is at the next one already."""
+    model = layers()
+    names = [str(index) for index in range(_LAYERS)]
+
+    def step(x: Tensor) -> None:
+        model(x)
+
+    with by_the_clock():
+        found = measure_times(
+            model,
+            [UnitCost(name) for name in names],
+            TrialStep(step, (torch.zeros(2, WIDTH),), {}),
+            torch.device(DEVICE),
+        )
+    assert {each.name: each.flops for each in found} == pytest.approx(dict.fromkeys(names, _FORWARD), rel=0.01)
+
+
+add("measured, units", units_for_a_partition, is_quick=True)
 
 
 def steps_to_choose_from() -> None:

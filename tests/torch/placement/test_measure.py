@@ -1,8 +1,9 @@
-"""What a unit costs: what the cost pass says of checkpointed layers, and that it leaves no trace."""
+"""What a unit costs: measured times (`trace_execution_times`), and what the cost pass says of checkpointed layers."""
 
 from __future__ import annotations
 
 import random
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +19,67 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core import offloader
 from smpkit.torch.describe import describe
-from smpkit.torch.placement.trace import TrialStep, restoring_model, run_fake
+from smpkit.torch.pipeline.pipeline import measure_times
+from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
+from smpkit.torch.placement.units import units_of
 from smpkit.torch.recompute import region
+from tests.ranks import run_ranks
+from tests.torch.steps import announced, assignment, on_ranks, train_step
 
 WIDTH = 16
+CPU = torch.device("cpu")
+
+
+class Slow(nn.Module):
+    """Takes time that no counter of operations sees."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.linear(x)
+
+
+def slow_first() -> nn.Module:
+    return nn.Sequential(*[Slow(seconds) for seconds in (0.2, 0.0, 0.0, 0.0)])
+
+
+def measured(module: nn.Module) -> dict[str, Any]:
+    costs = measure_units(module, units_of(module), None)
+    step = TrialStep(lambda x: module(x).sum(), (torch.ones(4, WIDTH),))
+    return {cost.name: cost for cost in measure_times(module, costs, step, CPU)}
+
+
+class Twice(nn.Module):
+    """Calls its layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Slow(0.25), Slow(0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](self.layers[0](x)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let time pass only where somebody sleeps."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+
+
+@pytest.mark.usefixtures("clock")
+def test_times_are_measured_by_unit_over_all_of_its_calls() -> None:
+    costs = measured(Twice())
+    assert {name: cost.flops for name, cost in costs.items()} == pytest.approx({"layers.0": 0.5, "layers.1": 0.25})
+    assert all(cost.activation_bytes == 0 for cost in costs.values())
 
 
 class Counting(nn.Module):
@@ -51,7 +107,7 @@ def test_measuring_leaves_no_trace() -> None:
     random.setstate(seeds[0])
     np.random.set_state(seeds[1])
     torch.set_rng_state(seeds[2])
-    run_fake(module, TrialStep(module, (torch.ones(4, WIDTH),)))
+    measured(module)
     assert chances() == expected
     assert module[0].calls == 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -64,6 +120,63 @@ def test_a_trial_that_fails_leaves_no_trace_either() -> None:
         module(torch.ones(3, 2, 2, 2))
     assert module.running_mean is not None
     assert not module.running_mean.any()
+
+
+# --- over a pipeline --------------------------------------------------------------------------------------------------
+
+
+def partition(options: dict[str, Any], **wishes: Any) -> tuple[list[int], list[str]]:
+    """Return how many units each rank got, and what this one announced."""
+    with announced() as lines:
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **options})
+        torch.manual_seed(3)
+        # Every replica is given batches of another size.
+        x = torch.ones(4 * (1 + smp.dp_rank()), WIDTH)
+        model = smp.DistributedModel(slow_first(), **wishes)
+        train_step(model, x)
+    return [list(assignment().values()).count(rank) for rank in (0, 1)], lines
+
+
+@on_ranks(4)
+def test_a_slow_unit_gets_a_rank_for_itself_on_all_replicas_if_times_are_measured() -> None:
+    sizes, lines = partition({}, trace_execution_times=True)
+    assert sizes == [1, 3]
+    first = ["Partitioned by execution times of one microbatch, measured on rank 0 (cpu)."]
+    assert lines[:1] == (first if smp.rank() == 0 else [])
+
+
+@on_ranks(2)
+def test_units_count_alike_if_no_times_are_measured() -> None:
+    sizes, lines = partition({})
+    assert sizes == [2, 2]
+    assert lines[:1] == (["Partition assignments:"] if smp.rank() == 0 else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"skip_tracing": True}, "skip_tracing is on: partitioned by parameter sizes"),
+        ({"auto_partition": False, "default_partition": 0}, "auto_partition is off: modules are placed by hand"),
+    ],
+    ids=["skip_tracing", "auto_partition"],
+)
+@on_ranks(2)
+def test_a_wish_that_the_configuration_overrules_is_told(options: dict[str, Any], line: str) -> None:
+    _, lines = partition(options, trace_execution_times=True)
+    assert lines[:1] == ([f"{line}, not by measured execution times."] if smp.rank() == 0 else [])
+
+
+def measure_without_weights() -> None:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    with smp.delay_param_initialization():
+        module = slow_first()
+    model = smp.DistributedModel(module, trace_execution_times=True)
+    train_step(model, torch.ones(4, WIDTH))
+
+
+def test_a_model_without_weights_cannot_be_measured() -> None:
+    with pytest.raises(RankFailed, match="UsageError: execution times cannot be measured"):
+        run_ranks(measure_without_weights, 2)
 
 
 _INPUT = 16 * 64 * 4
