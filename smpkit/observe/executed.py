@@ -113,7 +113,7 @@ def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
     for stage, idle in zip(spans, stalls, strict=True):
         end = stage[-1].end_seconds if stage else 0.0
         if end < makespan:
-            idle.append(IdleInterval(Cause.DRAIN, end, makespan, None, None))
+            idle.append(IdleInterval(Cause.DRAIN, end, makespan, None))
     return ExecutedStep(
         number=number,
         name=steps[0].span.name,
@@ -184,10 +184,7 @@ def _schedule(steps: Sequence[RankStep]) -> Schedule:
     segments = sorted({Segment(rank, each.segment) for rank, stage in enumerate(actions) for each in stage})
     kinds = {each.kind for stage in actions for each in stage}
     count = 1 + max((each.microbatch for stage in actions for each in stage), default=-1)
-    try:
-        graph = SegmentGraph(len(steps), tuple(segments), (), kinds != {Kind.FORWARD})
-    except ScheduleError as error:
-        raise EventsError(f"the recorded actions belong to no schedule: {error.message}") from None
+    graph = SegmentGraph(len(steps), tuple(segments), (), kinds != {Kind.FORWARD})
     return Schedule("executed", graph, count, actions, (count,) * len(steps))
 
 
@@ -234,13 +231,13 @@ def _stage(
         spans.append(ActionInterval(action, at(each.start_ns + waited), at(each.end_ns)))
         work = Cause.FILL if number == 0 else Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
         if number == 0 and each.start_ns > begin_ns:
-            stalls.append(IdleInterval(Cause.FILL, 0.0, at(each.start_ns), action, None))
+            stalls.append(IdleInterval(Cause.FILL, 0.0, at(each.start_ns), None))
         for wait in waits:
             sent = min(max(sent_at.get(wait, wait.start_ns), wait.start_ns), wait.end_ns)
             peer = ranks.index(wait.peer) if wait.peer in ranks else None
             for cause, start, end in ((work, wait.start_ns, sent), (Cause.LINK, sent, wait.end_ns)):
                 if end > start:
-                    stalls.append(IdleInterval(cause, at(start), at(end), action, peer))
+                    stalls.append(IdleInterval(cause, at(start), at(end), peer))
     return tuple(spans), stalls
 
 

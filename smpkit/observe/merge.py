@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, TypeVar
 
-from smpkit.errors import ConfigError
 from smpkit.observe.events import (
     ActionSpan,
     Event,
@@ -129,10 +128,7 @@ def merge(logs: Sequence[RankLog]) -> Run:
 
 
 def _mesh(header: Header) -> Mesh:
-    try:
-        return Mesh(header.pp_size, header.tp_size, header.rdp_size, header.placement_strategy)
-    except ConfigError as error:
-        raise EventsError(f"the events are of no possible grid of ranks: {error.problems[0]}") from None
+    return Mesh(header.pp_size, header.tp_size, header.rdp_size, header.placement_strategy)
 
 
 def _check(mesh: Mesh, headers: Sequence[Header]) -> None:

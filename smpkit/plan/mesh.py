@@ -24,8 +24,6 @@ from typing import Final
 from smpkit.errors import ConfigError, Problem, UsageError
 
 _ALIASES: Final = {"cluster": "DPT", "spread": "TPD"}
-PLACEMENT_STRATEGIES: Final = ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD")
-"""Every legal `placement_strategy`."""
 
 
 class CommGroup(Enum):
@@ -73,10 +71,6 @@ class Mesh:
     tp_size: int
     rdp_size: int
     strategy: str = "cluster"
-
-    def __post_init__(self) -> None:
-        if problems := _mesh_problems(self):
-            raise ConfigError(problems)
 
     @classmethod
     def from_world(cls, world_size: int, pp: int = 1, tp: int = 1, strategy: str = "cluster") -> Mesh:
@@ -169,12 +163,3 @@ class Mesh:
 
     def _row(self, pp: int, rdp: int) -> list[int]:
         return [self.rank(Coordinates(pp, tp, rdp)) for tp in range(self.tp_size)]
-
-
-def _mesh_problems(mesh: Mesh) -> list[Problem]:
-    sizes = {"pp_size": mesh.pp_size, "tp_size": mesh.tp_size, "rdp_size": mesh.rdp_size}
-    problems = [Problem((name,), f"{size} is not a positive number") for name, size in sizes.items() if size < 1]
-    if mesh.strategy not in PLACEMENT_STRATEGIES:
-        valid = ", ".join(f"`{strategy}`" for strategy in PLACEMENT_STRATEGIES)
-        problems.append(Problem(("placement_strategy",), f"`{mesh.strategy}` is unknown", f"use one of {valid}"))
-    return problems

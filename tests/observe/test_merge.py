@@ -47,9 +47,8 @@ def test_pipelines_are_listed_in_the_order_of_stages() -> None:
         ([log(0), log(1, run="other")], "the events of rank 1 are of another run"),
         ([log(0), log(1, tp_size=2)], "the events of rank 1 are of another run"),
         ([log(0), log(1, pp=0)], "claim a place in the grid"),
-        ([log(0, pp_size=0), log(1)], "no possible grid"),
     ],
-    ids=["missing", "many missing", "run", "mesh", "place", "grid"],
+    ids=["missing", "many missing", "run", "mesh", "place"],
 )
 def test_files_that_do_not_belong_together_are_refused(logs: list[RankLog], message: str) -> None:
     with pytest.raises(EventsError) as caught:

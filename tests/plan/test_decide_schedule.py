@@ -44,6 +44,13 @@ def test_ranks_hold_one_microbatch_more_than_1f1b_where_there_is_room(
     assert plan.timeline.schedule.actions == schedule.actions
 
 
+def test_an_evaluation_holds_no_more_than_it_may() -> None:
+    # All forwards in a row would hold every microbatch between the two visits to a rank.
+    schedule = Policy("interleaved", 3).schedule(SegmentGraph.loop(2, 2, has_backward=False), 8)
+    check(schedule)
+    assert max(schedule.peak_live_microbatches) <= 3
+
+
 def test_copies_of_received_values_are_memory_of_the_rank_that_has_them() -> None:
     size = 2**20
     names = [each.name for each in EVEN.costs]

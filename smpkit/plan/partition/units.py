@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from smpkit.plan.partition.assignment import UnitCost
+
 
 @dataclass(frozen=True)
 class Node:
@@ -41,21 +43,11 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One unit, before its costs are known."""
-
-    name: str
-    parameters_bytes: int
-    shared: Mapping[str, int]
-    """Bytes of the parameters that other units hold too, by key."""
-
-
-@dataclass(frozen=True)
 class UnitTree:
     """A model, cut."""
 
-    units: tuple[Unit, ...]
-    """In the order of definition; execution may differ."""
+    units: tuple[UnitCost, ...]
+    """In the order of definition; execution may differ. What they cost beside memory is not known yet."""
     spanning: tuple[str, ...]
     """Names of the modules that run on every rank."""
     loose: Mapping[str, int]
@@ -123,7 +115,7 @@ def _parameters(node: Node) -> dict[str, int]:
     return {key: num_bytes for below in node.walk() for key, num_bytes in below.parameters.items()}
 
 
-def _unit(node: Node, holders: Mapping[str, int]) -> Unit:
+def _unit(node: Node, holders: Mapping[str, int]) -> UnitCost:
     parameters = _parameters(node)
     shared = {key: num_bytes for key, num_bytes in parameters.items() if holders[key] > 1}
-    return Unit(node.name, sum(parameters.values()), shared)
+    return UnitCost(node.name, sum(parameters.values()), shared=shared)

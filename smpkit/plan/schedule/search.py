@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Final
 
-from smpkit.plan.schedule.actions import Costs, Schedule
+from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
@@ -33,11 +33,19 @@ _WORTH: Final = 0.002
 """A deeper schedule holds more microbatches; it must be faster by this share to be worth its memory."""
 
 
-def simple(graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None) -> Schedule:
-    """Run all forwards of a rank, then all its backwards; every microbatch is live at once (GPipe)."""
-    caps = (num_microbatches,) * graph.num_ranks
-    actions, _ = list_schedule(graph, num_microbatches, caps, costs or Costs(), forwards_first=graph.has_backward)
-    return Schedule("simple", graph, num_microbatches, actions, caps)
+def simple(graph: SegmentGraph, num_microbatches: int) -> Schedule:
+    """Run all forwards of a rank, then all its backwards; every microbatch is live at once (GPipe).
+
+    Where microbatches come back to a rank, all of them go through a segment before the first one goes on: in this order
+    segments never wait for each other in a circle.
+    """
+    lists = []
+    for count in graph.counts:
+        parts = [(Kind.FORWARD, segment) for segment in range(count)]
+        if graph.has_backward:
+            parts += [(Kind.BACKWARD, segment) for segment in reversed(range(count))]
+        lists.append(tuple(Action(*part, index) for part in parts for index in range(num_microbatches)))
+    return Schedule("simple", graph, num_microbatches, tuple(lists), (num_microbatches,) * graph.num_ranks)
 
 
 def interleaved(
@@ -51,9 +59,9 @@ def interleaved(
     """Run backward first, and choose by simulation how many microbatches each rank holds.
 
     A rank with few live microbatches waits for slow links; one with many needs memory. Tried are, from little memory
-    to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, `2 * depth - 1`, multiples of how
-    long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %)
-    the one with the fewest live microbatches. Of a loop (virtual stages) interleaved 1F1B is tried first.
+    to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, multiples of how long a microbatch
+    stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %) the one with the
+    fewest live microbatches. Of a loop (virtual stages) interleaved 1F1B is tried first.
 
     Args:
         active_microbatches: no rank ever holds more (SMP v1's parameter).
@@ -114,7 +122,7 @@ class _Search:
                 yield self._listed("interleaved", caps, group=group)
         if self.graph.has_backward and self.limit >= self.num_microbatches:
             # Where a microbatch comes back to ranks, an early backward can delay the last forward.
-            all_forwards = simple(self.graph, self.num_microbatches, self.costs)
+            all_forwards = simple(self.graph, self.num_microbatches)
             yield from _simulated(replace(all_forwards, name="interleaved"), self.costs)
 
     def _split(self, full_pipe: Sequence[float]) -> Iterator[_Candidate]:
@@ -167,7 +175,6 @@ def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limit: int) 
     """Return the caps to try, from few live microbatches to many."""
     deepest = max(1, *depths)
     shapes = [[depth + more for depth in depths] for more in range(deepest + 1)]
-    shapes += [[2 * depth - 1 for depth in depths]]
     shapes += [[ceil(live * factor / 4) for live in full_pipe] for factor in range(4, 13)]
     shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1), limit)]
     choices = {tuple(max(1, min(cap, limit)) for cap in shape) for shape in shapes}

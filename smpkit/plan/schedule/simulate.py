@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
@@ -16,7 +16,7 @@ from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment
 from smpkit.plan.schedule.tasks import Edge, LinkModel, Task, tasks_of
 
 
-class Cause(str, Enum):
+class Cause(StrEnum):
     """Why a rank is idle."""
 
     FILL = "fill"
@@ -29,9 +29,6 @@ class Cause(str, Enum):
     """What it needs is on its way."""
     DRAIN = "drain"
     """It has finished and others have not."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,6 @@ class IdleInterval:
     cause: Cause
     start_seconds: float
     end_seconds: float
-    action: Action | None
-    """What the rank does afterwards; None at the end."""
     waits_for: int | None
     """The rank that it waits for; None where it waits for nobody in particular."""
 
@@ -150,7 +145,7 @@ class _Simulator:
         spans, task = self._spans[rank], self._tasks[number]
         free = spans[-1].end_seconds if spans else 0.0
         if arrival.seconds > free:
-            self._stalls[rank] += _stalls(action, arrival, free, is_first=not spans)
+            self._stalls[rank] += _stalls(arrival, free, is_first=not spans)
         start = max(free, arrival.seconds)
         spans.append(ActionInterval(action, start, start + task.seconds))
         return {self._send(task, edge, action.microbatch, start + task.seconds) for edge in task.edges}
@@ -168,15 +163,15 @@ class _Simulator:
         for spans, stalls in zip(self._spans, self._stalls, strict=True):
             end = spans[-1].end_seconds if spans else 0.0
             if end < makespan:
-                stalls.append(IdleInterval(Cause.DRAIN, end, makespan, None, None))
+                stalls.append(IdleInterval(Cause.DRAIN, end, makespan, None))
 
 
-def _stalls(action: Action, arrival: _Arrival, free_seconds: float, is_first: bool) -> list[IdleInterval]:
+def _stalls(arrival: _Arrival, free_seconds: float, is_first: bool) -> list[IdleInterval]:
     """Split the idle time before an action into waiting for another rank's work and waiting for the link."""
     by_kind = Cause.BACKWARD if arrival.kind is Kind.BACKWARD else Cause.FORWARD
     sent = max(free_seconds, arrival.sent_seconds)
     parts = [
-        IdleInterval(Cause.FILL if is_first else by_kind, free_seconds, sent, action, arrival.rank),
-        IdleInterval(Cause.LINK, sent, arrival.seconds, action, arrival.rank),
+        IdleInterval(Cause.FILL if is_first else by_kind, free_seconds, sent, arrival.rank),
+        IdleInterval(Cause.LINK, sent, arrival.seconds, arrival.rank),
     ]
     return [part for part in parts if part.end_seconds > part.start_seconds]

@@ -125,7 +125,7 @@ class Executor:
         self.last_schedule = None if plan is None else plan.schedule
         self._reserve_host_memory(known, count)
         if plan is None:
-            step.run_in_program_order()
+            step.run_rest(step.run_forward)
         else:
             step.run_plan(plan)
         assert step.results is not None, "forwards are left"
@@ -211,13 +211,6 @@ class _Step:
         self._num_split = 0
         """How many segments of a microbatch have a weight half."""
 
-    def run_in_program_order(self) -> None:
-        """Run all forwards, then all backwards, microbatch after microbatch."""
-        for index in range(len(self.microbatches)):
-            self.run_forward(index)
-        for microbatch in self.microbatches:
-            self._finish_backward(microbatch)
-
     def run_plan(self, plan: StepPlan) -> None:
         """Run this rank's actions, and start the receives that each of them posts."""
         self._offloader.follow(plan.schedule.actions[plan.rank])
@@ -242,10 +235,10 @@ class _Step:
                     self._backward(kind, microbatch, segment, is_split)
                 elif index not in self.outputs:
                     forward(index, segment)
-        self._run_rest(forward)
+        self.run_rest(forward)
 
-    def _run_rest(self, forward: Callable[[int, int], None]) -> None:
-        """Run what the schedule has left, microbatch after microbatch, which is the same order on all ranks."""
+    def run_rest(self, forward: Callable[[int, int], None]) -> None:
+        """Run what is left of all forwards, then of all backwards, in program order, which is the same on all ranks."""
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
                 forward(microbatch.index, microbatch.num_own_segments)

@@ -81,8 +81,6 @@ class HostLink:
         """Receives that were posted and forgotten."""
         self._first_tag = 0
         """After those of forgotten receives; all ranks count alike."""
-        self.num_messages = 0
-        self.num_bytes = 0
         self.waiting_since: float | None = None
         """Since when this rank has been waiting for another, of `time.monotonic()`."""
         self.failure: UsageError | None = None
@@ -183,8 +181,6 @@ class HostLink:
     # --- gloo ----------------------------------------------------------------------------------------------------
 
     def _send(self, data: torch.Tensor, target: int, tag: int, what: MessageLabel) -> SentTensor:
-        self.num_messages += 1
-        self.num_bytes += data.nbytes
         try:
             return SentTensor(self._group.send([data], target, tag), data, version_of(data), target, what)
         except RuntimeError as error:

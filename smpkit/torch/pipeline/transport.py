@@ -222,8 +222,6 @@ class GpuLink:
             # As bytes, since the receiver may not know the dtype yet. A lazy conjugate or negative has other bytes than
             # its values.
             data = as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
-            self._hosts.num_messages += 1
-            self._hosts.num_bytes += num_bytes
             work = self._group(self._rank, target).send([data], target, 0)
             self._sent[target].append(SentTensor(work, data, version_of(data), target, message))
         self._send_header(self._hosts.tag_of(message), num_bytes, target, message)

@@ -58,7 +58,7 @@ def measure_units(
         body: runs the step for one microbatch on tensors without data, as `run_fake` does; None to skip the pass.
         untraced: is told why the pass failed; None: a warning says so, and what follows for the partition.
     """
-    costs = {unit.name: UnitCost(unit.name, unit.parameters_bytes, shared=unit.shared) for unit in tree.units}
+    costs = {unit.name: unit for unit in tree.units}
     measured: dict[str, UnitCost] = {}
     if body is not None:
         trial = _Trial(root, costs)

@@ -31,9 +31,6 @@ WRONG = {
         replace(schedule("F0 B0", "F0 W0 B0"), num_microbatches=1),
         "rank 1 in W0 waits for B0 of rank 1",
     ),
-    "lists": (schedule("F0 F1 B0 B1"), "1 lists of actions and 2 caps for 2 ranks"),
-    "caps": (schedule("F0 F1 B0 B1", "F0 B0 F1 B1", caps=(1,)), "2 lists of actions and 1 caps for 2 ranks"),
-    "no microbatch": (replace(schedule("", ""), num_microbatches=0), "a schedule of 0 microbatches"),
     "deadlock": (
         schedule("F0 B0 F1 B1", "F1 B1 F0 B0"),
         "stands still: rank 0 in B0 waits for B0 of rank 1; rank 1 in F1 waits for F1 of rank 0",

@@ -108,22 +108,16 @@ def test_a_loop_is_known_from_its_transfers(graph: SegmentGraph, chunks: int) ->
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "segments", "transfers", "message"),
+    ("num_ranks", "segments", "transfers"),
     [
-        (0, (), (), "a graph of 0 ranks"),
-        (2, (A, A1, Segment(0, 3)), (), "are not 0, 1, ... of 2 ranks"),
-        (2, (A, A), (), "are not 0, 1, ... of 2 ranks"),
-        (1, (A, B), (), "are not 0, 1, ... of 1 ranks"),
-        (2, (A,), (Transfer(A, B),), "which are not both segments"),
-        (2, (A, B), (Transfer(A, B, -1),), "a transfer of -1 bytes"),
-        (2, (A, B), (Transfer(A, B), Transfer(B, A)), "wait for each other in a circle"),
-        (1, (A, A1), (Transfer(A1, A),), "wait for each other in a circle"),
-        (1, (A,), (Transfer(A, A),), "wait for each other in a circle"),
+        (2, (A, B), (Transfer(A, B), Transfer(B, A))),
+        (1, (A, A1), (Transfer(A1, A),)),
+        (1, (A,), (Transfer(A, A),)),
     ],
-    ids=["no ranks", "gap", "twice", "foreign rank", "unknown end", "negative", "circle", "back in time", "itself"],
+    ids=["circle", "back in time", "itself"],
 )
 def test_a_graph_that_cannot_run_is_refused(
-    num_ranks: int, segments: tuple[Segment, ...], transfers: tuple[Transfer, ...], message: str
+    num_ranks: int, segments: tuple[Segment, ...], transfers: tuple[Transfer, ...]
 ) -> None:
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ScheduleError, match="wait for each other in a circle"):
         SegmentGraph(num_ranks, segments, transfers)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpkit.plan.schedule.actions import Action, Costs, Schedule
-from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
+from smpkit.plan.schedule.actions import Costs, Schedule
+from smpkit.plan.schedule.graph import ScheduleError, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.search import simple
 from smpkit.plan.schedule.simulate import Cause, IdleInterval, simulate
 from smpkit.plan.schedule.templates import one_f_one_b
@@ -28,15 +28,15 @@ def test_stalls_name_what_was_waited_for() -> None:
     timeline = simulate(one_f_one_b(2, 2), Costs(latency_seconds=0.5))
     assert timeline.stalls == (
         (
-            IdleInterval(Cause.BACKWARD, 2.0, 4.5, Action(Kind.BACKWARD, 0, 0), 1),
-            IdleInterval(Cause.LINK, 4.5, 5.0, Action(Kind.BACKWARD, 0, 0), 1),
-            IdleInterval(Cause.BACKWARD, 7.0, 7.5, Action(Kind.BACKWARD, 0, 1), 1),
-            IdleInterval(Cause.LINK, 7.5, 8.0, Action(Kind.BACKWARD, 0, 1), 1),
+            IdleInterval(Cause.BACKWARD, 2.0, 4.5, 1),
+            IdleInterval(Cause.LINK, 4.5, 5.0, 1),
+            IdleInterval(Cause.BACKWARD, 7.0, 7.5, 1),
+            IdleInterval(Cause.LINK, 7.5, 8.0, 1),
         ),
         (
-            IdleInterval(Cause.FILL, 0.0, 1.0, Action(Kind.FORWARD, 0, 0), 0),
-            IdleInterval(Cause.LINK, 1.0, 1.5, Action(Kind.FORWARD, 0, 0), 0),
-            IdleInterval(Cause.DRAIN, 7.5, 10.0, None, None),
+            IdleInterval(Cause.FILL, 0.0, 1.0, 0),
+            IdleInterval(Cause.LINK, 1.0, 1.5, 0),
+            IdleInterval(Cause.DRAIN, 7.5, 10.0, None),
         ),
     )
 
@@ -77,7 +77,7 @@ def test_spans_follow_the_list_without_overlap_and_idle_time_adds_up(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int
 ) -> None:
     costs = data.draw(costs_of(graph))
-    schedule: Schedule = simple(graph, num_microbatches, costs)
+    schedule: Schedule = simple(graph, num_microbatches)
     timeline = simulate(schedule, costs)
     for rank, spans in enumerate(timeline.spans):
         assert tuple(span.action for span in spans) == schedule.actions[rank]
