@@ -207,7 +207,7 @@ def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any],
     yield f"{name}{': ' * bool(name)}{where} of {job.machine.name}"
     yield from fold("facts     ", [job.machine.source], width())
     yield f"model     {model.name}, {job.samples} samples ({job.tokens} tokens) in a step"
-    searched = f"{result.num_predicted} of {result.num_candidates} configurations predicted in {result.seconds:.1f} s"
+    searched = f"{result.num_predicted} configurations predicted in {result.seconds:.1f} s"
     left = [f"one of the others could be {result.unseen_gap:.0%} faster at most"] if result.unseen_gap else []
     yield from fold("search    ", [f"{searched}{';' * bool(left)}", *left], width(), " ")
     if result.best:
@@ -323,7 +323,6 @@ def _as_plain(name: str, job: Job, result: SearchResult, given: Mapping[str, Any
         "usable_bytes": usable_bytes(job.machine),
         "samples": job.samples,
         "tokens": job.tokens,
-        "candidates": result.num_candidates,
         "predicted": result.num_predicted,
         "seconds": result.seconds,
         "unseen_gap": result.unseen_gap,

@@ -49,9 +49,8 @@ class SearchResult:
     """The fastest first."""
     present: Prediction | RuledOut | None
     """The job's own configuration; None: it does not fit the ranks, or no model was described for it."""
-    num_candidates: int
-    """Combinations that were looked at, each once."""
     num_predicted: int
+    """Configurations that were predicted in full."""
     unseen_gap: float
     """By which share of the best step one that was not predicted could be faster; 0: none can."""
     ruled_out: Mapping[str, int]
@@ -97,8 +96,7 @@ def search(
     return SearchResult(
         best=tuple(ranking),
         present=present,
-        num_candidates=len(seen.accepted_ones) + len(seen.refused),
-        num_predicted=sum(getattr(each, "kind", "") != "states" for each in seen.outcomes.values()),
+        num_predicted=sum(getattr(each, "kind", "") != "states" for _, each in seen.outcomes.values()),
         unseen_gap=gap,
         ruled_out=seen.reasons(),
         nearest=None if ranking else seen.nearest(),
@@ -112,12 +110,10 @@ class _Seen:
 
     job: Job
     given: Mapping[str, Any]
-    accepted_ones: dict[str, ModelParallelConfig] = field(default_factory=dict)
-    """By their text."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why, by the text of parameters that the schema does not accept."""
-    outcomes: dict[str, Prediction | RuledOut] = field(default_factory=dict)
-    """By the text of configurations."""
+    outcomes: dict[str, tuple[ModelParallelConfig, Prediction | RuledOut]] = field(default_factory=dict)
+    """Each configuration, by its text, and what was predicted of it."""
 
     def accepted(self, values: Mapping[str, Any]) -> ModelParallelConfig | None:
         """Return the configuration of these parameters, if the schema has one and the ranks can be divided so."""
@@ -136,7 +132,6 @@ class _Seen:
             words = str(problems[0].message).split(" (", maxsplit=1)[0].split(", got", maxsplit=1)[0]
             self.refuse(merged, f"refused: {problems[0].where} {words}")
             return None
-        self.accepted_ones.setdefault(config.model_dump_json(), config)
         return config
 
     def refuse(self, values: Mapping[str, Any], reason: str) -> None:
@@ -145,10 +140,9 @@ class _Seen:
     def outcome(self, config: ModelParallelConfig) -> Prediction | RuledOut:
         """Predict a configuration, unless that was done."""
         text = config.model_dump_json()
-        self.accepted_ones.setdefault(text, config)
         if text not in self.outcomes:
-            self.outcomes[text] = predict(config, self.job)
-        return self.outcomes[text]
+            self.outcomes[text] = config, predict(config, self.job)
+        return self.outcomes[text][1]
 
     def present(self) -> Prediction | RuledOut | None:
         """Predict what the job says as it is; None: that does not fit its ranks, or no model was described for it."""
@@ -163,12 +157,13 @@ class _Seen:
         needed = _least_bytes(self.job, config)
         if needed > room:
             reason = f"weights, gradients and states alone need {amount(needed)}"
-            self.outcomes.setdefault(config.model_dump_json(), RuledOut("states", reason, round(needed - room)))
+            ruled_out = RuledOut("states", reason, round(needed - room))
+            self.outcomes.setdefault(config.model_dump_json(), (config, ruled_out))
         return needed <= room
 
     def ranking(self) -> list[Prediction]:
         """Return what fits, the fastest first; of those as fast the one that changes least."""
-        predictions = [outcome for outcome in self.outcomes.values() if isinstance(outcome, Prediction)]
+        predictions = [outcome for _, outcome in self.outcomes.values() if isinstance(outcome, Prediction)]
         unit = _WORTH * min((prediction.step_seconds for prediction in predictions), default=1.0)
 
         def changes(prediction: Prediction) -> int:
@@ -187,7 +182,7 @@ class _Seen:
             "states": "weights, gradients and states alone do not fit",
         }
         counts = Counter(self.refused.values())
-        for outcome in self.outcomes.values():
+        for _, outcome in self.outcomes.values():
             if isinstance(outcome, RuledOut):
                 counts[sentences.get(outcome.kind, outcome.reason)] += 1
         return dict(counts.most_common())
@@ -195,8 +190,8 @@ class _Seen:
     def nearest(self) -> tuple[ModelParallelConfig, RuledOut] | None:
         """Return the configuration that lacks least memory."""
         lacking = [
-            (self.accepted_ones[text], outcome)
-            for text, outcome in self.outcomes.items()
+            (config, outcome)
+            for config, outcome in self.outcomes.values()
             if isinstance(outcome, RuledOut) and outcome.missing_bytes
         ]
         return min(lacking, key=lambda pair: pair[1].missing_bytes, default=None)
