@@ -372,11 +372,13 @@ def _of_whole(read: Callable[[torch.Tensor], Any]) -> Callable[[DTensor], Any]:
     """Return what reads a number, such as `Tensor.item`, also where each rank has a share of it: of a norm, say.
 
     Torch reads this rank's share (pytorch/pytorch#166638): of a norm that was too small, or of `isnan().any()`, by
-    which ranks would then decide differently. All ranks take part, as in a step of a pipeline.
+    which ranks would then decide differently. All ranks take part, as in a step of a pipeline. DTensors of jobs that
+    `shard_model` has not divided are read as torch reads them.
     """
 
     def number(tensor: DTensor) -> Any:
-        if not any(placement.is_partial() for placement in tensor.placements):
+        is_ours = state.model is not None and isinstance(state.model.data_parallel, ShardedDataParallel)
+        if not is_ours or not any(placement.is_partial() for placement in tensor.placements):
             return read(tensor)
         with waiting("a number of divided weights or gradients", tensor.device_mesh.mesh.flatten().tolist()):
             return read(tensor.full_tensor())
