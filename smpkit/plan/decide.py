@@ -146,10 +146,8 @@ def _scheduled(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Sc
     return replace(_schedule_of(policy, bare, num_microbatches), graph=graph)
 
 
-@lru_cache(maxsize=512)
-def _schedule_of(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Schedule:
-    """Remember schedules: whoever compares configurations asks for the same ones again and again."""
-    return policy.schedule(graph, num_microbatches)
+_schedule_of: Final = lru_cache(maxsize=512)(Policy.schedule)
+"""Remembers schedules: whoever compares configurations asks for the same ones again and again."""
 
 
 def _is_split(schedule: Schedule, segment: Segment, run: Sequence[UnitCost]) -> bool:

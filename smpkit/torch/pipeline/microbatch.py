@@ -445,11 +445,6 @@ class Microbatch:
                 raise unrecorded_change_error(name, change)
         return stage_tensors if parts is output else closed(stage_tensors)
 
-    def value_for_python(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer Python's question for a value (`.item()`, `if tensor:`) on every rank."""
-        args, kwargs = map_tensors(self.replicate, (args, kwargs))
-        return func(*args, **kwargs)
-
     # --- transfers -----------------------------------------------------------------------------------------------
 
     def _transfer_once(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
-from smpkit.torch.core.tree import map_leaves
+from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.backward import run_backward
 from smpkit.torch.pipeline.random_streams import RandomStreams, call_without_operation_streams
 from smpkit.torch.pipeline.units import install_streams
@@ -84,7 +84,7 @@ class OneStage:
             with recorded_microbatch(index):
                 output = body(calls[index])
             # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
-            outputs.append(map_leaves(_detached, output) if step.detach_outputs else output)
+            outputs.append(map_tensors(torch.Tensor.detach, output) if step.detach_outputs else output)
             step.end_microbatch()
         return outputs
 
@@ -138,7 +138,3 @@ class OneStage:
         if state.step is not None or state.loss_scale != 1.0:
             where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
             raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
+from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, spec_of
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
@@ -330,7 +330,9 @@ def _from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _for_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return current_microbatch().value_for_python(func, args, kwargs)
+    # On every rank: `.item()`, `if tensor:`.
+    args, kwargs = map_tensors(current_microbatch().replicate, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _new_from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

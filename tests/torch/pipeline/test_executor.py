@@ -115,7 +115,7 @@ def test_steady_state_sends_one_message_per_boundary_tensor_and_direction_and_no
         sent.append(message)
         return send(*message)
 
-    transport.hosts._send = noted  # type: ignore[method-assign]
+    transport.hosts._send = noted  # type: ignore[assignment, method-assign]
     neighbours = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < 3]
     # Besides: to the next rank the inputs and what they are, with its size; to both neighbours the way; to the
     # one before what the step returned.
