@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from smpkit.errors import UsageError
 from smpkit.torch.pipeline.messages import Message, P2PTransfer
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
@@ -111,6 +112,9 @@ class BackwardWork:
         state = self._segments.pop(segment, None)
         if state is None:
             return
+        for _, used, transfer in state.receives:
+            if not used.requires_grad:
+                raise _detached_error(transfer)
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
@@ -158,6 +162,15 @@ class BackwardWork:
         self._cut_leaves.clear()
         self.weight_backwards.clear()
         self.units.clear()
+
+
+def _detached_error(transfer: P2PTransfer) -> UsageError:
+    """Return the error for a received value that was detached in place: its leaf has no gradient."""
+    return UsageError(
+        f"{transfer.spec}, which pipeline rank {transfer.source} made for `{transfer.consumer}`, was detached"
+        f" in place or frozen there: rank {transfer.source} does not know that it gets no gradient",
+        hint="write `x = x.detach()` instead of `x.detach_()` or `x.requires_grad_(False)`",
+    )
 
 
 def _edge_of(value: torch.Tensor) -> GradientEdge:

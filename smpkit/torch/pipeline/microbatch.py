@@ -41,7 +41,7 @@ from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.changes import (
     Arguments,
     Change,
-    apply_changes,
+    ValueChanges,
     changed_arguments,
     changed_through_view_error,
     contents_of,
@@ -115,8 +115,6 @@ class Microbatch:
     departure: tuple[str, ScriptLine | None] | None = None
     """How it has diverged, and at which line of the script; no line: at the end of the step."""
     has_backward = False
-    has_stale = False
-    """Whether any of its values is stale: see `changes.py`."""
     released = False
     """Whether nothing is kept for backward any more."""
     before_wait: Callable[[], None] | None = None
@@ -146,6 +144,7 @@ class Microbatch:
         """By id, the weights (and views of weights) that it has used as values, and those values."""
         self._fresh: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id, the tensors that code between units has made of nothing, on every rank."""
+        self.changes = ValueChanges(stage, self.current_segments)
         self.backward_work = BackwardWork(stage.transport, index)
 
     @property
@@ -237,8 +236,7 @@ class Microbatch:
             else:
                 result, tensors = self._placeholders(owner, call, kind), None
             if kind.changes:
-                both = (call.args, call.kwargs), (args, kwargs)
-                apply_changes(self, kind.changes, owner, call.name, *both, tensors)
+                self.changes.apply(kind.changes, owner, call.name, (call.args, call.kwargs), (args, kwargs), tensors)
             return result
 
     def _usual_arguments(self, kind: CallKind, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -382,7 +380,7 @@ class Microbatch:
     ) -> tuple[Sequence[Any], dict[str, Any], list[torch.Tensor]]:
         """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
-        if kind.has_tensors_only:  # most calls: no need to look into containers
+        if kind.has_tensors_only and not self.changes.missed:  # most calls: no need to look into containers
             segment = self.current_segments[self._rank]
             for part in args:
                 if type(part) is StageTensor and part.segment == segment and part.value is not None:
@@ -408,6 +406,8 @@ class Microbatch:
             return tensor
         value = tensor.value
         assert value is not None, "only the owner of a value is asked for its data"
+        if self.changes.missed:
+            self.changes.check(value)
         if tensor.segment != segment and value.requires_grad:
             return self.backward_work.cut(value, tensor.segment, segment)
         return value
@@ -460,9 +460,12 @@ class Microbatch:
         if copy is None:
             copy = self._transfer(tensor, owner, tensor.spec)
             tensor.copies = {**tensor.copies, owner: copy}
-        elif tensor.value is not None and tensor.sent_version != version_of(tensor.value):
-            self.stage.failed_alone = True  # no other rank knows what lies in the same memory
-            raise changed_through_view_error(tensor, owner)
+        elif tensor.value is not None:
+            if self.changes.missed:
+                self.changes.check(tensor.value)
+            if tensor.sent_version != version_of(tensor.value):
+                self.stage.failed_alone = True  # no other rank knows what lies in the same memory
+                raise changed_through_view_error(tensor, owner)
         return copy
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -493,6 +496,7 @@ class Microbatch:
             self.before_wait()  # let other microbatches run instead of waiting for this value
         copy = make_stage_tensor(spec, self.stage.device, target, None, self.current_segments[target])
         if target == self._rank:
+            self.changes.note_received(copy)
             copy.value = self._receive(transfer)
         return copy
 
@@ -575,9 +579,7 @@ class Microbatch:
 
     def end_forward(self, output: Any) -> None:
         """Note that the code of this microbatch has run to its end, and what it has returned."""
-        for tensor in tensors_in(output) if self.has_stale else ():
-            if type(tensor) is StageTensor:
-                tensor.refuse_stale()
+        self.changes.end(output)
         # An entry of its own, so that a rank whose program ends earlier than its neighbour's is reported.
         self.call_trace.append("the end of the step function")
         if self.record is not None and len(self.transfers) < len(self.record.transfers):

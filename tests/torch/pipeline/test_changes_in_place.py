@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import smpkit.torch as smp
 from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
+from tests.ranks import run_ranks
+from tests.torch.steps import over_ranks
 from tests.train import Way, run, same
 
 SHORT: dict[str, Any] = {"microbatches": 2, "batches": (4, 4)}
@@ -132,6 +135,21 @@ def test_inputs_change_as_in_one_process(case: str, way: Way) -> None:
 # --- what cannot be as in one process ---------------------------------------------------------------------------------
 
 
+class Detaches(Shifts):
+    """Cuts its input off, after using it, each second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.count += 1
+        if self.count % 2 == 0:
+            x.detach_()
+        return result
+
+
 class Averages(Shifts):
     """Keeps a mean of its inputs in a parameter that it is given."""
 
@@ -139,6 +157,13 @@ class Averages(Shifts):
         with torch.no_grad():
             mean.mul_(0.9).add_(x.mean(0))
         return x * self.weight
+
+
+class Returns(Shifts):
+    """Returns a view of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
 
 
 class ChangesLater(Shifts):
@@ -155,10 +180,27 @@ class ChangesLater(Shifts):
         return super().forward(x)
 
 
+def seen_before(model: Any, x: Tensor) -> Tensor:
+    row = x[0]
+    return model.far(x) + row
+
+
 def changed_through_a_view(model: Any, x: Tensor) -> Tensor:
     y = model.far(x)
     x[0].mul_(2.0)
     return y + model.far(x)
+
+
+def graph_left_behind(model: Any, x: Tensor) -> Tensor:
+    row = x[0]
+    x += model.near(model.far(x))
+    return x + row
+
+
+def returned_input(model: Any, x: Tensor) -> Tensor:
+    y = model.far(x)
+    y += 1
+    return x + y
 
 
 def running_mean(model: Any, x: Tensor) -> Tensor:
@@ -182,20 +224,33 @@ def returned_value(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return first
 
 
+def returned_view(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return a view of what the other rank changes under it."""
+    first = model.module.first(x)
+    row = first[0]
+    model.backward(functional.mse_loss(model.module.far(first), y))
+    return row
+
+
 ACTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "goes on": lambda model, x: model.far(x),
     "changes where it lies": changed_where_it_lies,
     "changes after a while": changed_after_a_while,
     "writes out": written_out,
     "adds what was": lambda model, x: x + model.far(x),
+    "adds what was, later": lambda model, x: model.far(x) + 1 + x,
     "hands on a parameter": lambda model, x: model.far(x, model.first.bias),
     "hands on a fresh tensor": lambda model, x: x + model.far(torch.ones(2, WIDTH, dtype=x.dtype)),
+    "takes a view before": seen_before,
     "changes a view": changed_through_a_view,
+    "leaves a graph behind": graph_left_behind,
+    "changes what was returned": returned_input,
     "copies into a fresh tensor": running_mean,
     "fills a fresh tensor": viewed_before,
 }
 """What a `Between` does, by names, which can be sent to ranks."""
 
+VIEWS = r"shares its memory with a value that `far` has changed in place.*take views of a value after"
 REFUSED = {
     "used after a unit has changed it elsewhere": (
         between("adds what was"),
@@ -205,9 +260,23 @@ REFUSED = {
         Case(functools.partial(Between, "goes on", Changes), vectors, returned_value),
         "was used after `far`, which lies on another",
     ),
+    "a view that lies elsewhere": (between("takes a view before"), VIEWS),
+    # Ranks ended by a ValueError of `zip` and without a word.
+    "a view that is returned": (
+        Case(functools.partial(Between, "adds what was", Changes), vectors, returned_view),
+        VIEWS,
+    ),
     "through a view": (
         between("changes a view", Shifts),
         r"changed in place through a value that shares its memory after pipeline rank 1 had been sent it",
+    ),
+    "a view of an earlier segment": (
+        between("leaves a graph behind", Shifts),
+        "a value that `add_` has changed in place",
+    ),
+    "what a unit has returned of its input": (
+        between("changes what was returned", Returns),
+        "it has returned its input, or a view",
     ),
     "a tensor that all hold": (
         between("hands on a fresh tensor"),
@@ -226,6 +295,11 @@ REFUSED = {
         between("hands on a parameter", Averages),
         r"`far` changed in place a parameter of shape \[6\] that pipeline rank 1.*put both on one rank",
     ),
+    # Without a word, the first rank got no gradient from a later microbatch: what arrives is a leaf there.
+    "detached": (
+        between("adds what was, later", Detaches),
+        r"float64\[2, 6\], which pipeline rank 0 made for `far`, was detached in place or frozen there",
+    ),
 }
 
 
@@ -235,3 +309,45 @@ def test_changes_that_ranks_cannot_follow_are_refused(name: str) -> None:
     with pytest.raises(RankFailed, match=f"(?s){message}") as caught:
         run(case, EVENLY)
     assert "was used outside it" not in str(caught.value), "no rank may take the change for a tensor that leaked"
+
+
+# --- three ranks ------------------------------------------------------------------------------------------------------
+
+
+class Three(nn.Module):
+    """Makes a value on the first rank, changes it on the second, and asks the third for what it has made of it."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.middle, self.view, self.last = Shifts(), Changes(), Returns(), Shifts()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.first(x))
+
+
+def viewed_there(model: Any, x: Tensor) -> Tensor:
+    view = model.view(x)
+    return model.middle(x) + model.last(view)
+
+
+def sent_before(model: Any, x: Tensor) -> Tensor:
+    row = x[0]
+    before = model.last(row)
+    return model.middle(x) + model.last(row) + before
+
+
+VIEWED = {"of its copy": viewed_there, "sent there before": sent_before}
+
+
+def view_on_a_third_rank(function: Callable[[Any, Tensor], Tensor]) -> None:
+    module = Three(function)
+    model = over_ranks(module, {module.middle: 1, module.view: 2, module.last: 2})
+    smp.step(mse_step)(model, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_views_on_a_third_rank_are_refused(name: str) -> None:
+    # They kept the numbers of before the change, without a word.
+    with pytest.raises(RankFailed, match=r"(?s)shares its memory with a value that `middle` has changed in place"):
+        run_ranks(view_on_a_third_rank, 3, VIEWED[name])
