@@ -103,8 +103,11 @@ class Drawn:
     def same_arithmetic(self, job: Job) -> bool:
         """Tell whether the job adds the same numbers in the same order as the reference, which has the first's parts.
 
-        Hugging Face's loss, weights used on two ranks, divided layers and norms are rounded elsewhere.
+        Hugging Face's loss, weights used on two ranks, divided layers and norms are rounded elsewhere. A job that goes
+        on from other numbers has other ones, too.
         """
+        if job != self.first and not self.same_arithmetic(self.first):
+            return False
         sharded = job["sharded_data_parallel_degree"] > 1
         same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
         one_backward = job["microbatches"] == self.accumulation == 1
@@ -138,7 +141,8 @@ class Drawn:
 
     def same_validation(self, job: Job) -> bool:
         """Tell whether a job's evaluation is that of the reference; running statistics are of a replica's own part."""
-        return self.model == "gpt2" or self.norm != "batch" or (job.replicas == 1 and self.counts_batches_once)
+        is_alone = self.first.replicas == job.replicas == 1
+        return self.model == "gpt2" or self.norm != "batch" or (is_alone and self.counts_batches_once)
 
     def repeats_validation(self, job: Job) -> bool:
         """Tell whether a job evaluates as the one before; a checkpoint has the running statistics of one replica."""
@@ -148,9 +152,11 @@ class Drawn:
         """Tell whether two runs of a job give the same bits.
 
         The gradients of a weight that is used twice are added in the schedule's order, which the first step of a job
-        does not have yet, and which zero bubble decides by measured times.
+        does not have yet, and which zero bubble decides by measured times. More than two replicas add up in an order
+        that the buckets of gradients decide, and a job that began with frozen layers has other ones.
         """
-        return not (self.repeated and job.parameters.get("pipeline") in ("interleaved", "zero_bubble"))
+        in_turns = self.repeated and job.parameters.get("pipeline") in ("interleaved", "zero_bubble")
+        return not (in_turns or (self.settings["FROZEN"] and job.replicas > 2))
 
     @property
     def half(self) -> bool:
@@ -625,13 +631,14 @@ for step in range(STEPS):
     found = [[] for _ in passes_of(step)]
     for replica in range(REPLICAS):
         model.zero_grad()
-        for turn in passes_of(step):
+        left_out = [(True, turn) for turn in passes_of(step) if step == LEFT_OUT]
+        for is_left_out, turn in [*left_out, *((False, turn) for turn in passes_of(step))]:
             batch = {n: each.chunk(REPLICAS)[replica] for n, each in batch_of(step * ACCUMULATION + turn).items()}
             for part in range(MICROBATCHES):
                 rows = {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()}
-                if step == LEFT_OUT:  # it changes nothing but running statistics
-                    loss_of(model, rows)
                 loss = loss_of(model, rows)
+                if is_left_out:  # it changes nothing but running statistics
+                    continue
                 ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
                 found[turn].append(loss.item())
         for parameter, parts in zip(parameters, gradients):
@@ -734,7 +741,8 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         "FEWER": more.choice([ROWS, ROWS // 2]),  # rows in an evaluation
         "LEFT_OUT": more.choice([-1, 1, 2]),  # before this step there is one without an update, as after a loss of NaN
         "BY_NAME": norm != "batch" and more.random() < 0.5,  # averages are of the whole state dict
-        "WARMED": more.random() < 0.3,  # another schedule
+        # Another schedule, of whose rate a full checkpoint knows nothing.
+        "WARMED": more.random() < 0.3 and checkpoint != "full",
     }
     # The optimizer gets the first block when it is unfrozen, after every checkpoint.
     settings["LATER"] = (

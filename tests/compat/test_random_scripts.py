@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
@@ -30,7 +31,8 @@ def _run(drawn: Drawn, job: Job, folder: Path, resume: int) -> dict[str, Any]:
 def _compare(drawn: Drawn, folder: Path) -> None:
     plain: dict[str, Any] = {}
     state = torch.get_rng_state()
-    exec(compile(drawn.reference(), "reference.py", "exec"), plain)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's nested tensors are a prototype
+        exec(compile(drawn.reference(), "reference.py", "exec"), plain)
     torch.set_rng_state(state)
     reports = [_run(drawn, job, folder, resume) for resume, job in enumerate(drawn.jobs)]
     without_masters = drawn.checkpoint == "full" and drawn.half
