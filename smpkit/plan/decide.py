@@ -54,7 +54,7 @@ class Policy:
 
     def schedule(self, graph: SegmentGraph, num_microbatches: int) -> Schedule:
         """Choose the order; the same on every rank and in every plan, since it follows from the graph alone."""
-        if self.pipeline == "simple":
+        if self.pipeline == "simple" or not graph.has_backward:
             return simple(graph, num_microbatches)
         limit = min(self.active_microbatches, num_microbatches)
         if graph.is_chain and not self.splits_backward and limit >= graph.num_ranks:

@@ -32,6 +32,7 @@ def list_schedule(
     costs: Costs,
     *,
     split_backward: bool = False,
+    forwards_first: bool = False,
     group: int = 1,
     depths: Sequence[int] | None = None,
 ) -> tuple[tuple[tuple[Action, ...], ...], float]:
@@ -42,6 +43,7 @@ def list_schedule(
 
     Args:
         caps: for each rank, how many microbatches may be live; at least one.
+        forwards_first: hold back a rank's backwards until all of its forwards have run (GPipe).
         depths: for each rank, the most microbatches before their last BACKWARD. Unlike `caps`, it leaves out those
             that only wait for WEIGHT. None: as many as caps allow.
         group: number of neighbouring microbatches that go through a segment before the first of them goes on.
@@ -49,14 +51,16 @@ def list_schedule(
     tasks = tasks_of(graph, costs, split_backward)
     own = [[task for task in tasks if task.segment.rank == rank] for rank in range(graph.num_ranks)]
     limits = zip(caps, depths or caps, own, strict=True)
-    ranks = [_RankQueue(*each, num_microbatches) for each in limits]
+    ranks = [_RankQueue(*each, num_microbatches, holds_backwards=forwards_first) for each in limits]
     return _Scheduler(tasks, ranks, LinkModel(costs), num_microbatches, group).actions()
 
 
 class _RankQueue:
     """What one rank could do next."""
 
-    def __init__(self, cap: int, depth: int, tasks: Sequence[Task], num_microbatches: int) -> None:
+    def __init__(
+        self, cap: int, depth: int, tasks: Sequence[Task], num_microbatches: int, *, holds_backwards: bool
+    ) -> None:
         self.free_seconds = 0.0
         self.order: list[Action] = []
         self._cap, self._depth = cap, depth
@@ -68,11 +72,16 @@ class _RankQueue:
         self._arrived: deque[Head] = deque()
         self._coming: list[Head] = []
         self._ready: list[Urgency] = []
+        # Backwards that wait while forwards are left (GPipe); None: they need not wait.
+        self._held: list[Head] | None = [] if holds_backwards else None
+        self._forwards_left = sum(task.kind is Kind.FORWARD for task in tasks) * num_microbatches
 
-    def offer(self, seconds: float, urgency: Urgency, is_first: bool) -> None:
+    def offer(self, seconds: float, urgency: Urgency, task: Task, is_first: bool) -> None:
         """Take a task that can start at `seconds`."""
         if is_first:
             self._arrived.append((seconds, urgency))
+        elif self._held is not None and task.kind is not Kind.FORWARD:
+            self._held.append((seconds, urgency))
         else:
             heappush(self._coming, (seconds, urgency))
 
@@ -110,6 +119,12 @@ class _RankQueue:
             self._left_inside[microbatch] -= 1
             if not self._left_inside[microbatch]:
                 self._inside -= 1
+        if task.kind is Kind.FORWARD:
+            self._forwards_left -= 1
+        if self._held is not None and not self._forwards_left:
+            for held in self._held:
+                heappush(self._coming, held)
+            self._held = None
         self.free_seconds = seconds + task.seconds
         return self.free_seconds
 
@@ -132,7 +147,7 @@ class _Scheduler:
         heads = [rank.head() for rank in self._ranks]
         for _ in range(len(self._tasks) * self._num_microbatches):
             head = min(heads)
-            assert head != _NEVER, "no rank can go on"
+            assert head != _NEVER, "no rank can go on; caps below the number of microbatches hold back forwards"
             _, _, number, microbatch = head[1]
             task = self._tasks[number]
             rank = task.segment.rank
@@ -159,4 +174,4 @@ class _Scheduler:
         task = self._tasks[number]
         is_first = task.kind is Kind.FORWARD and not task.segment.index
         urgency = task.priority, microbatch // self._group, number, microbatch
-        self._ranks[task.segment.rank].offer(self._ready_seconds[microbatch][number], urgency, is_first)
+        self._ranks[task.segment.rank].offer(self._ready_seconds[microbatch][number], urgency, task, is_first)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Final
 
-from smpkit.plan.schedule.actions import Action, Costs, Schedule
+from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
@@ -33,19 +33,11 @@ _WORTH: Final = 0.002
 """A deeper schedule holds more microbatches; it must be faster by this share to be worth its memory."""
 
 
-def simple(graph: SegmentGraph, num_microbatches: int) -> Schedule:
-    """Run all forwards of a rank, then all its backwards; every microbatch is live at once (GPipe).
-
-    Where microbatches come back to a rank, all of them go through a segment before the first one goes on: in this order
-    segments never wait for each other in a circle.
-    """
-    lists = []
-    for count in graph.counts:
-        parts = [(Kind.FORWARD, segment) for segment in range(count)]
-        if graph.has_backward:
-            parts += [(Kind.BACKWARD, segment) for segment in reversed(range(count))]
-        lists.append(tuple(Action(*part, index) for part in parts for index in range(num_microbatches)))
-    return Schedule("simple", graph, num_microbatches, tuple(lists), (num_microbatches,) * graph.num_ranks)
+def simple(graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None) -> Schedule:
+    """Run all forwards of a rank, then all its backwards; every microbatch is live at once (GPipe)."""
+    caps = (num_microbatches,) * graph.num_ranks
+    actions, _ = list_schedule(graph, num_microbatches, caps, costs or Costs(), forwards_first=graph.has_backward)
+    return Schedule("simple", graph, num_microbatches, actions, caps)
 
 
 def interleaved(
@@ -122,7 +114,7 @@ class _Search:
                 yield self._listed("interleaved", caps, group=group)
         if self.graph.has_backward and self.limit >= self.num_microbatches:
             # Where a microbatch comes back to ranks, an early backward can delay the last forward.
-            all_forwards = simple(self.graph, self.num_microbatches)
+            all_forwards = simple(self.graph, self.num_microbatches, self.costs)
             yield from _simulated(replace(all_forwards, name="interleaved"), self.costs)
 
     def _split(self, full_pipe: Sequence[float]) -> Iterator[_Candidate]:

@@ -77,7 +77,7 @@ def test_spans_follow_the_list_without_overlap_and_idle_time_adds_up(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int
 ) -> None:
     costs = data.draw(costs_of(graph))
-    schedule: Schedule = simple(graph, num_microbatches)
+    schedule: Schedule = simple(graph, num_microbatches, costs)
     timeline = simulate(schedule, costs)
     for rank, spans in enumerate(timeline.spans):
         assert tuple(span.action for span in spans) == schedule.actions[rank]
