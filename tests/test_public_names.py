@@ -22,7 +22,7 @@ DOCUMENTED = """
     DP_RANK TP_RANK PP_RANK RDP_RANK send recv_from broadcast allgather barrier dp_barrier mp_barrier step StepOutput
     DistributedModel DistributedOptimizer partition set_partition
     delay_param_initialization save load save_checkpoint resume_from_checkpoint
-    latest_checkpoint save_pretrained load_pretrained CheckpointReader on_stop stop_requested state
+    latest_checkpoint save_pretrained load_pretrained CheckpointReader stop_requested state
     checkpoint checkpoint_sequential set_activation_checkpointing offload_report progress
     clip_grad_norm_ log launch
     model_creation set_tensor_parallelism tensor_parallelism tp_register tp_register_with_module register_parameter

@@ -181,7 +181,7 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float, che
         what = f"SIGKILL ended {who} before the script did"
     elif all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in unclean):
         what = f"ended {who}; the script did not handle SIGTERM"
-        hint = "handle SIGTERM in the script to save its state, for example with `smp.on_stop(callback)`"
+        hint = "handle SIGTERM in the script to save its state, for example with `smp.stop_requested()`"
     else:
         what = f"{who} did not end with exit code 0"
     headline = f"stopped by {name}: {what}"

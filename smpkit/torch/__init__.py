@@ -38,7 +38,7 @@ from smpkit.torch.distributed.objects import (
     recv_from,
     send,
 )
-from smpkit.torch.distributed.signals import on_stop, stop_requested
+from smpkit.torch.distributed.signals import stop_requested
 from smpkit.torch.launch import launch
 from smpkit.torch.log import log, progress
 from smpkit.torch.model import DistributedModel
@@ -84,7 +84,7 @@ __all__ += ["delay_param_initialization", "model_creation", "partition", "regist
 __all__ += ["set_tensor_parallelism", "tensor_parallelism", "tp_register", "tp_register_with_module"]
 __all__ += ["checkpoint", "checkpoint_sequential", "clip_grad_norm_", "offload_report", "set_activation_checkpointing"]
 __all__ += ["CheckpointReader", "latest_checkpoint", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
-__all__ += ["launch", "load_pretrained", "log", "on_stop", "progress", "save_pretrained", "stop_requested"]
+__all__ += ["launch", "load_pretrained", "log", "progress", "save_pretrained", "stop_requested"]
 __all__ += ["amp", "nn", "optimizers"]
 
 _ON_DEMAND: Final = {

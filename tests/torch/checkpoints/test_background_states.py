@@ -108,7 +108,7 @@ def test_a_grad_scaler_is_kept_as_it_was(tmp_path: Path) -> None:
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, signal, threading, time, torch
+import os, signal, sys, threading, time, torch
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import save as saving
 {handler}
@@ -130,8 +130,9 @@ while not {until}:
     time.sleep(0.01)
 """
 
-STOPPED_AS_THE_THREAD_STARTS = """
-smp.on_stop(lambda: None)
+ENDS = "signal.signal(signal.SIGTERM, lambda *_: (signal.signal(signal.SIGTERM, signal.SIG_IGN), sys.exit()))"
+STOPPED_AS_THE_THREAD_STARTS = f"""
+{ENDS}
 start = threading.Thread.start
 def stopped(thread):
     start(thread)
@@ -146,10 +147,10 @@ threading.Thread.start = stopped
     [
         ("", "False", "good"),
         ("", "smp.stop_requested()", "last"),
-        ("smp.on_stop(lambda: None)", "False", "last"),
+        (ENDS, "False", "last"),
         (STOPPED_AS_THE_THREAD_STARTS, "False", "last"),
     ],
-    ids=["no handler", "stop_requested", "on_stop", "on_stop as the thread starts"],
+    ids=["no handler", "stop_requested", "own handler", "own handler as the thread starts"],
 )
 def test_sigterm_in_a_save(handler: str, until: str, newest: str, tmp_path: Path) -> None:
     """The save ends, or leaves the one before whole and `newest` as it was."""
