@@ -24,7 +24,7 @@ WARM_UP: Final = 2
 """Steps that are left out of averages where there are more than twice as many: the first ones plan and allocate."""
 _FIRST: Final = 20
 _EVERY: Final = 50
-_TENFOLD_FROM: Final = 5000
+_SPARSER_AFTER: Final = 100  # recorded ones
 
 
 @dataclass
@@ -38,28 +38,17 @@ class Sampling:
     """
 
     first: int = _FIRST
-    _left: dict[str, int] = field(default_factory=dict)
-    """By step function, how many calls come before the next one that is recorded."""
-    _next: dict[str, int] = field(default_factory=dict)
-    """Its number."""
+    _calls: Counter[str] = field(default_factory=Counter)
+    """By step function."""
 
     def next(self, name: str) -> bool:
         """Tell whether the next call of this step function is recorded."""
-        left = self._left.get(name, 0)
-        if left:
-            self._left[name] = left - 1
-            return False
-        if not self.first:
-            return False
-        number = self._next.get(name, 0)
-        following = number + 1
-        if following >= self.first:
-            every, limit = _EVERY, _TENFOLD_FROM
-            while following >= limit:
-                every, limit = every * 10, limit * 10
-            following += -following % every
-        self._next[name], self._left[name] = following, following - number - 1
-        return True
+        number = self._calls[name]
+        self._calls[name] = number + 1
+        every = _EVERY
+        while number >= every * _SPARSER_AFTER:
+            every *= 10
+        return number < self.first or (self.first > 0 and number % every == 0)
 
 
 @dataclass(frozen=True)
