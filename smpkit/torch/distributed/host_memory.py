@@ -11,11 +11,9 @@ are aligned to 2 MiB, which torch's own memory, 64 bytes behind the start of a p
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,15 +25,12 @@ from torch import Tensor
 from smpkit.torch.core import devices
 from smpkit.torch.distributed.cores import own_cores
 
-_log = logging.getLogger("smpkit")
-
 PAGE: Final = 4096
 LARGE_PAGE: Final = 2 << 20
 """A large page of x86 and ARM; where they are larger still this only aligns."""
 _PIECE: Final = 64 << 20
 _MAX_THREADS: Final = 8
 """More do not help: the system hands out pages under locks."""
-_LOG_SECONDS: Final = 5.0
 _PROC: Final = Path("/proc")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _NO_LIMIT: Final = 1 << 60
@@ -108,11 +103,10 @@ def pinned_bytes(device: torch.device, num_bytes: int) -> Tensor:
     It is registered in one piece, because a copy must not cross from one registration to the next. The driver looks up
     every page, so pages are large where the system has large ones, and touched before. A device whose driver registers
     nothing gets memory that torch has pinned, rounded up to a power of two, and one without streams needs nothing
-    pinned. Progress is logged at INFO. Raises OSError if the driver does not take the memory.
+    pinned. Raises OSError if the driver does not take the memory.
     """
     if num_bytes == 0 or not devices.has_streams(device):
         return zeros(num_bytes, torch.uint8)
-    start = time.perf_counter()
     registration = devices.host_registration(device)
     if registration is None:
         try:
@@ -127,26 +121,7 @@ def pinned_bytes(device: torch.device, num_bytes: int) -> Tensor:
         (register, unregister), address, owner = registration, tensor.data_ptr(), os.getpid()
         register(address, -(-num_bytes // PAGE) * PAGE)
         pages.unpin = lambda: unregister(address) if os.getpid() == owner else None
-    _progress.add(num_bytes, time.perf_counter() - start)
     return tensor
-
-
-class _Progress:
-    """Logs, after every few seconds of work, how much memory has been pinned and how fast that goes."""
-
-    def __init__(self) -> None:
-        self.num_bytes, self.seconds, self.logged_at = 0, 0.0, 0.0
-
-    def add(self, num_bytes: int, seconds: float) -> None:
-        self.num_bytes += num_bytes
-        self.seconds += seconds
-        if self.seconds - self.logged_at >= _LOG_SECONDS:
-            self.logged_at = self.seconds
-            gib = self.num_bytes / 2**30
-            _log.info("pinning host memory: %.1f GiB in %.0f s (%.2f GiB/s)", gib, self.seconds, gib / self.seconds)
-
-
-_progress: Final = _Progress()
 
 
 # --- how much there is ------------------------------------------------------------------------------------------------
@@ -157,8 +132,6 @@ def available_bytes() -> int | None:
     free = [limit - used for limit, used in _limits()]
     if (meminfo := _PROC / "meminfo").exists():
         free.append(_field(meminfo, "MemAvailable:") * 1024)
-    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
     return max(0, min(free)) if free else None
 
 

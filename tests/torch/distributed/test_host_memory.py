@@ -262,13 +262,4 @@ def test_what_a_process_may_take(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(host_memory, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(os, "sysconf_names", {})
     assert (available_bytes(), container_limit()) == (free, limit)
-
-
-def test_without_the_kernels_files_the_system_is_asked_for_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_PROC", Path("/nowhere"))
-    monkeypatch.setattr(host_memory, "_CGROUP", Path("/nowhere"))
-    with monkeypatch.context() as context:  # what counts the CPU seconds of tests asks, too
-        context.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 10}.__getitem__)
-        assert available_bytes() == 40_960
