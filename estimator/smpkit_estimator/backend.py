@@ -1,7 +1,6 @@
 """A back end: where managed jobs run. Commands and `Job` know this protocol and nothing of a service behind it.
 
-SageMaker (`sagemaker`), Slurm (`slurm`), Kubernetes (`kubernetes`) and AWS Batch (`batch`) are here. A package adds one
-with an entry point of the group `smpkit.backends`: a function that takes `Access` and returns a `Backend`.
+SageMaker (`sagemaker`), Slurm (`slurm`), Kubernetes (`kubernetes`) and AWS Batch (`batch`) are here.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from smpkit.config.backend import BACKENDS
 from smpkit.config.documents import as_yaml
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
@@ -288,30 +285,15 @@ def check_name(name: str) -> None:
         raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
 
 
-def known_backends() -> list[str]:
-    """Return the names of all back ends, those of other packages last."""
-    return [*OWN, *(name for name in _others() if name not in OWN)]
-
-
 def open_backend(name: str, access: Access | None = None) -> Backend:
     """Open a back end; nothing is asked of it yet.
 
     Raises:
         UsageError: there is none of this name.
     """
-    others = {} if name in OWN else _others()
-    if name not in OWN and name not in others:
-        known = known_backends()
-        hint = suggestion(name, known) or f"those are {', '.join(known)}"
+    if name not in OWN:
+        hint = suggestion(name, OWN) or f"those are {', '.join(OWN)}"
         raise UsageError(f"{quoted(name)} is no back end", hint=hint)
-    if name in others:
-        opener = others[name].load()
-    else:
-        module, _, function = OWN[name].partition(":")
-        opener = getattr(importlib.import_module(module), function)
-    backend: Backend = opener(access or Access())
+    module, _, function = OWN[name].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), function)(access or Access())
     return backend
-
-
-def _others() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=BACKENDS)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue
@@ -12,9 +11,6 @@ from smpkit.config.fields import BucketUri, ContainerPath, Location, Word
 from smpkit.config.section import Section, instead, matching
 from smpkit.config.words import quoted, suggestion
 from smpkit.errors import Problem
-
-BACKENDS = "smpkit.backends"
-"""The group of entry points by which another package brings a back end."""
 
 # ---- Slurm -----------------------------------------------------------------------------------------------------------
 
@@ -375,8 +371,8 @@ class BackendChoice(Section):
     """Where `smpkit submit` sends the job; `backend: slurm` sets only the `name`."""
 
     name: Word | None = None
-    """`sagemaker`, `slurm`, `kubernetes`, `batch`, or one of another package; `--backend` overrides it. Default:
-    the one whose options are set, else `sagemaker`."""
+    """`sagemaker`, `slurm`, `kubernetes` or `batch`; `--backend` overrides it. Default: the one whose options are set,
+    else `sagemaker`."""
 
     slurm: Slurm = Field(default_factory=Slurm)
     """Options of Slurm."""
@@ -387,15 +383,12 @@ class BackendChoice(Section):
     batch: Batch = Field(default_factory=Batch)
     """Options of AWS Batch."""
 
-    options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options of another package's back end, which checks them."""
-
     short_form = "name"
 
     def broken_rules(self) -> Iterable[Problem]:
         """Refuse a back end that nobody has, and ask which one is meant where the options of several are given."""
         known = ("sagemaker", *_WITH_OPTIONS)
-        if self.name not in (None, *known) and not entry_points(group=BACKENDS, name=str(self.name)):
+        if self.name not in (None, *known):
             hint = suggestion(str(self.name), known) or f"those are {', '.join(f'`{name}`' for name in known)}"
             yield Problem(("name",), f"is no back end: {quoted(self.name)}", hint)
         described = [name for name in _WITH_OPTIONS if name in self.model_fields_set]

@@ -263,7 +263,7 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
     assert not user.cluster.objects
 
 
-def test_the_namespace_of_the_job_file_is_that_of_the_next_commands(
+def test_back_end_and_namespace_of_the_job_file_are_those_of_the_next_commands(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
@@ -273,9 +273,10 @@ def test_the_namespace_of_the_job_file_is_that_of_the_next_commands(
         return user.cluster
 
     monkeypatch.setattr(backend, "connect", connected)
+    monkeypatch.delenv("SMPKIT_BACKEND")  # the job file chooses it
     user.write("", quick=True, hosts=1, kubernetes={"namespace": "mine"})
     sent = user.run("submit", "job.yaml", "--name", "there")
-    assert "stop with `smpkit stop there --region mine`" in sent.stderr
+    assert "stop with `smpkit stop there --backend kubernetes --region mine`" in sent.stderr
     assert set(asked) == {(None, "mine")}
 
 
