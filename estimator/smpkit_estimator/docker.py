@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -64,14 +63,6 @@ def docker(*arguments: str, seconds: float = _COMMAND_SECONDS, why: str = "") ->
     return done.stdout.strip()
 
 
-@dataclass(frozen=True)
-class DockerRun(LocalRun):
-    """How a run in containers ended, and what it left."""
-
-    rehearsed: bool = False
-    """Whether it was interrupted on request and went on."""
-
-
 def run_in_docker(
     plan: LocalPlan,
     image: str,
@@ -82,7 +73,7 @@ def run_in_docker(
     gpus: bool = False,
     interrupt_after: float | None = None,
     events: bool = False,
-) -> DockerRun:
+) -> LocalRun:
     """Run the job and wait for it. Must be called in the main thread, because it handles SIGINT, SIGTERM and SIGHUP.
 
     The first of these asks the ranks to end as SageMaker does (SIGTERM, 120 s later SIGKILL), a second one kills them.
@@ -116,7 +107,7 @@ def run_in_docker(
         shutil.rmtree(folder / "hosts", ignore_errors=True)
     model, output, checkpoints = map(_filled, run.places.values())
     seconds = time.monotonic() - began
-    return DockerRun(bad, seconds, failure, model, output, checkpoints, bool(received), rehearsed)
+    return LocalRun(bad, seconds, failure, model, output, checkpoints, bool(received), rehearsed)
 
 
 class Containers:

@@ -69,6 +69,8 @@ class LocalRun:
     checkpoints: Path | None
     stopped: bool = False
     """Whether a signal asked the run to stop; the launcher has said how that went."""
+    rehearsed: bool = False
+    """Whether it was interrupted on request and went on, in containers."""
 
     @property
     def interrupted(self) -> bool:
