@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from smpkit_container.console import Console, LineSplitter, Piece
 
@@ -178,10 +176,3 @@ def test_long_lines_and_progress_updates_are_given_out_in_parts() -> None:
     assert splitter.feed(b"x" * 8) == [Piece("x" * 16)]
     assert splitter.feed(b"\r" + b"x" * 20)[-1] == Piece("x" * 20)
     assert splitter.close() == []
-
-
-@given(st.lists(st.text(alphabet="ab\u00e9 ", max_size=5), max_size=6), st.integers(min_value=1, max_value=7))
-def test_no_text_is_lost_at_any_chunk_size(lines: list[str], size: int) -> None:
-    data = "".join(f"{line}\n" for line in lines).encode()
-    chunks = [data[start : start + size] for start in range(0, len(data), size)]
-    assert [piece.text for piece in fed(*chunks)] == lines

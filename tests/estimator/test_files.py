@@ -13,7 +13,6 @@ from smpkit.errors import CloudError, JobError, UnsupportedError
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.sagemaker import _unpack_run
 from tests.aws import Aws
-from tests.estimator.test_any_job import GOOD
 
 
 def test_a_folder_and_a_bucket_are_read_alike(aws: Aws, tmp_path: Path) -> None:
@@ -44,7 +43,14 @@ def archive(*files: tuple[str, bytes], link: str | None = None) -> bytes:
 def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(aws: Aws, tmp_path: Path) -> None:
     backend = aws.open()
     (tmp_path / "train.py").touch()
-    job = JobConfig.model_validate({**GOOD, "output": "s3://bucket/out"})
+    written = {
+        "entry_point": "train.py",
+        "image": "123456789012.dkr.ecr.us-west-2.amazonaws.com/smpkit:latest",
+        "role": "arn:aws:iam::123456789012:role/SM",
+        "compute": {"instance_type": "ml.p4d.24xlarge"},
+        "output": "s3://bucket/out",
+    }
+    job = JobConfig.model_validate(written)
     backend.submit(backend.plan(job, tmp_path, name="job"))
     with pytest.raises(JobError, match="job `job` has left no results yet"):
         backend.results("job", tmp_path / "copy")
