@@ -20,7 +20,7 @@ import logging
 import random
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -113,7 +113,7 @@ class _CheckpointedCall:
     """The inputs that it keeps, as far as nothing before it keeps them."""
     recomputed_bytes: int
     """The most that is alive at a time of what its operators make again in backward, where it ends with the last tensor
-    that is saved."""
+    that is saved. A call inside another one counts as if it were not checkpointed."""
     flops: int
     spared_bytes: int
     """What its operations save for a backward that never needs it, each storage once."""
@@ -136,10 +136,8 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live = _LiveBytes()
         self._saved = _SavedBytes(root, self._live)
         self._calls: list[_CheckpointedCall] = []
-        self._inside: list[int] = []
-        """For each open checkpointed call, what the largest recomputation inside it holds."""
-        self._savers: list[Callable[[torch.Tensor], object]] = [self._saved.pack]
-        """What tensors are saved with: that of the innermost open call last."""
+        self._saved_inside = self._saved
+        """Of the innermost open checkpointed call, while there is one."""
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -171,7 +169,8 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._began.append(name)
         tensors = tensors_in((args, kwargs)) if torch.is_grad_enabled() else []
-        inputs = {storage_of(each): each for each in tensors if each.requires_grad}
+        trained = [each for each in tensors if each.requires_grad and not isinstance(each, nn.Parameter)]
+        inputs = {storage_of(each): each for each in trained}
         self._running[name] = _Running(self._live.begin(), self._totals(), len(self._calls), inputs)
 
     def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -199,61 +198,29 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and func.overloadpacket not in self._counter.flop_registry:
             self._counts["moved_bytes"] += _bytes_of((args, output))
-        if not is_view and self._running:  # what fake parameters are made with comes before
-            self._note_gradients(tensors_in((args, kwargs)), tensors_in(output))
-        return output
-
-    def _note_gradients(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Count an operator's outputs, whose gradients are as large, if a weight meets something that is computed.
-
-        Where a backward is split, as `split_backward` does it, the weight waits for these gradients. Biases and norms
-        have theirs in the first half.
-        """
-        weights: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        for each in inputs:
-            (weights if self._saved.is_of_parameters(each) else others).append(each)
-        if weights and not others:
-            for each in outputs:
-                self._saved.note_made_of_parameters(each)
-        elif any(each.dim() > 1 for each in weights) and any(each.is_floating_point() for each in others):
+        if func.overloadpacket in _PRODUCTS_WITH_WEIGHTS:
             self._counts["weight_products"] += 1
-            self._counts["postponed_bytes"] += _bytes_of(list(outputs))
+            self._counts["postponed_bytes"] += _bytes_of(output)
+        return output
 
     @contextlib.contextmanager
     def _checkpointed(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
         """Record one checkpointed call, which runs in this block as if it were not checkpointed."""
         saved_before, flops_before = self._saved.total, self._flops()
         num_units_before, is_inside_unit = len(self._began), bool(self._running)
-        spared: dict[int, torch.Tensor] = {}
-        part = self._live.begin()
+        part, outside = self._live.begin(), self._saved_inside
         with torch.no_grad():
             for each in inputs:
-                self._savers[-1](each.detach())
-
-        def pack(tensor: torch.Tensor) -> _MakeAnother:
-            self._live.note_saved()
-            if not self._saved.is_of_parameters(tensor):
-                spared[storage_of(tensor)] = tensor
-            return _maker_of_another(tensor)
-
-        self._inside.append(0)
-        self._savers.append(pack)
-        with saved_tensors_hooks(pack, _another):
+                outside.pack(each.detach())
+        self._saved_inside = spared = _SavedBytes(self._saved.root, self._live)
+        with saved_tensors_hooks(spared.pack, _another):
             yield
-        self._savers.pop()
+        self._saved_inside = outside
         self._live.end(part)
         unit = None if is_inside_unit else next(iter(self._began[num_units_before:]), None)
         saved, flops = self._saved.total - saved_before, self._flops() - flops_before
-        num_bytes = sum(each.untyped_storage().nbytes() for each in spared.values())
-        # A call inside this one is recomputed once more in backward, beside what this one has saved by then.
-        kept = sum(each.untyped_storage().nbytes() for each in spared.values() if self._live.is_of(part, each))
-        inside = self._inside.pop()
-        recomputed = max(part.needed, kept + inside if inside else 0)
-        if self._inside:
-            self._inside[-1] = max(self._inside[-1], recomputed)
-        spared.clear()  # as in `_SavedBytes.forget`: their graphs hold them through the hooks
-        self._calls.append(_CheckpointedCall(unit, saved, recomputed, flops, num_bytes))
+        self._calls.append(_CheckpointedCall(unit, saved, part.needed, flops, spared.total))
+        spared.forget()
 
 
 class _TrialOffloader(Offloader):
@@ -264,6 +231,13 @@ class _TrialOffloader(Offloader):
 
     def trial(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
         return self._context(inputs)
+
+
+_PRODUCTS_WITH_WEIGHTS: Final = (
+    *(torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution, torch.ops.aten._grouped_mm),
+)
+"""What linear layers, convolutions and experts become. Where a backward is split, as `split_backward` does it, their
+weights wait for the gradients of their outputs, which are as large; biases and norms have theirs in the first half."""
 
 
 def _run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,7 +299,6 @@ class _SavedBytes:
         self._live, self.root = live, root
         # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
         self._seen: dict[int, torch.Tensor] = {storage_of(parameter): parameter for parameter in root.parameters()}
-        self._of_weights: dict[int, torch.Tensor] = dict(self._seen)
         self._modes: set[int] = set()
         self._since_unit: set[int] = set()
 
@@ -341,18 +314,9 @@ class _SavedBytes:
 
     def end_unit(self, inputs: Mapping[int, torch.Tensor]) -> int:
         """Return the bytes of a unit's inputs that it has not saved, or that were saved before it; the unit ends."""
-        unsaved = [each for key, each in inputs.items() if key not in self._since_unit and key not in self._of_weights]
+        unsaved = [each for key, each in inputs.items() if key not in self._since_unit]
         self._since_unit.clear()
         return sum(each.untyped_storage().nbytes() for each in unsaved)
-
-    def is_of_parameters(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a parameter, a view of one, or was noted as made of parameters alone."""
-        self._know_mode_of(tensor)
-        return storage_of(tensor) in self._of_weights
-
-    def note_made_of_parameters(self, tensor: torch.Tensor) -> None:
-        """Count a tensor, such as a weight in another dtype, as a parameter in `is_of_parameters`."""
-        self._of_weights[storage_of(tensor)] = tensor
 
     def forget(self) -> None:
         """Drop all tensors.
@@ -361,7 +325,6 @@ class _SavedBytes:
         and the threads that end with it, would never be freed.
         """
         self._seen.clear()
-        self._of_weights.clear()
         self.root = nn.Module()
 
     def _know_mode_of(self, tensor: torch.Tensor) -> None:
@@ -372,7 +335,7 @@ class _SavedBytes:
         self._modes.add(id(mode))
         for parameter in self.root.parameters():  # under `run_fake` these are fake already
             fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
-            self._seen[storage_of(fake)] = self._of_weights[storage_of(fake)] = fake
+            self._seen[storage_of(fake)] = fake
 
 
 class _Part:
@@ -399,7 +362,7 @@ class _LiveBytes:
 
     def __init__(self) -> None:
         self._open: list[_Part] = []
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], tuple[_Part, ...]]] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def begin(self) -> _Part:
         """Begin a part, maybe inside of others."""
@@ -413,10 +376,6 @@ class _LiveBytes:
     def note_saved(self) -> None:
         for part in self._open:
             part.note_saved()
-
-    def is_of(self, part: _Part, tensor: torch.Tensor) -> bool:
-        known = self._alive.get(storage_of(tensor))
-        return known is not None and part in known[1]
 
     def add(self, output: Any, func: Any) -> None:
         if not self._open:
@@ -436,7 +395,7 @@ class _LiveBytes:
             for part in parts:
                 part.alive -= num_bytes
 
-        self._alive[key] = weakref.ref(storage, gone), parts
+        self._alive[key] = weakref.ref(storage, gone)
         for part in parts:
             part.add(num_bytes)
 
