@@ -50,7 +50,7 @@ from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, h
 from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.run_plan import begin_plan
-from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck
+from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck, common_seed
 from smpkit.torch.tensor_parallel.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.replace import distribute, refuse_replaced_parameters
 from smpkit.torch.tensor_parallel.state_dict import with_original_names
@@ -154,7 +154,7 @@ class DistributedModel(ModelParts):
         # that is in the first step, when each rank knows its part; sharded data parallelism moves one block at a time,
         # so that the whole model never needs to fit the device.
         if state.pp_size == 1 and not shards:
-            initialize(module, list(module.parameters()), state.device, torch.initial_seed())
+            initialize(module, list(module.parameters()), state.device, common_seed())
             module = module.to(state.device)
         self.module = module
         self.participants = StepParticipants()

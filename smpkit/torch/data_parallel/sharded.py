@@ -42,6 +42,7 @@ from smpkit.torch.placement.dtensor import distribute_like
 from smpkit.torch.placement.placement import ParameterPlacement, Placement
 from smpkit.torch.placement.shards import copy_mark_to, hook_on_weight
 from smpkit.torch.precision.cast import half_dtype, kept_in_float32
+from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
@@ -69,14 +70,15 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
     _warn_of_large_blocks(module, blocks)
     apart, apart_alone = _gathered_apart(module, blocks)
     whole = [each for each in placement if not _is_divisible(each.parameter) or each.parameter in apart_alone]
-    _materialize(module, whole)
+    seed = common_seed()
+    _materialize(module, whole, seed)
     by_id = {id(each.parameter): each for each in placement if each not in whole}
     mesh = _mesh()
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
     inner = dict.fromkeys(each for each in (*apart, *blocks) if each is not module)
     for block in [*inner, module]:
         parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
-        _materialize(module, parts)
+        _materialize(module, parts, seed)
         fully_shard(
             block,
             mesh=mesh,
@@ -295,9 +297,9 @@ def _mesh() -> DeviceMesh:
 
 
 @torch.no_grad()
-def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
+def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement], seed: int) -> None:
     """Give the parameters of one block, on this rank's device, the values of the first replica."""
-    initialize(root, [each.parameter for each in parts], state.device, torch.initial_seed())
+    initialize(root, [each.parameter for each in parts], state.device, seed)
     for each in parts:
         value = each.parameter.data.to(state.device).contiguous()  # which `fully_shard` requires
         # Parts stay in float32 and are their own master weights; `fully_shard` casts a block when it gathers it.

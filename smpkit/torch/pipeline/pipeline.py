@@ -156,7 +156,7 @@ class Pipeline:
         refuse_compiled(self._root, pp_rank_of_unit)
         placement = Placement(self._root, pp_rank_of_unit)
         self._shared = shared_tensors(self._root, placement)
-        keep_local_parameters(self._root, placement, state.device)
+        keep_local_parameters(self._root, placement, state.device, seed)
         mark_nonresident_parameters(placement)
         stage = StageContext(
             state.pp_rank,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -27,10 +27,6 @@ from smpkit.torch.placement.shards import keep_attributes_in_copies, shard_of, t
 
 _DELAYED: Final = "_smpkit_delayed"
 _HALF: Final = (torch.float16, torch.bfloat16)
-_INITIALIZER: Final = "_smpkit_filler"
-
-Initializer = Callable[[Collection[int], torch.device], object]
-"""Fills those delayed parameters of a module whose ids it is given, on a device."""
 
 
 @contextlib.contextmanager
@@ -145,22 +141,12 @@ def initialize(
     """
     pending = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
     for name, module in root.named_modules(prefix=prefix):
-        module_initializer: Initializer | None = vars(module).pop(_INITIALIZER, None)
-        if module_initializer is not None:
-            module_initializer({id(parameter) for parameter in module.parameters() if id(parameter) in pending}, device)
-            # What it left out is initialised below, as the classes say.
-            pending = {key: parameter for key, parameter in pending.items() if is_delayed(parameter)}
         own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in pending]
         _initialize_own(root, name, module, own, device, seed)
         for parameter in own:
             shard = shard_of(pending.pop(id(parameter)))
             if shard is not None and parameter.shape != shard.local_shape:  # freed before the next module's are made
                 parameter.data = take_shard(parameter.data, shard)
-
-
-def set_initializer(module: nn.Module, custom_initializer: Initializer) -> None:
-    """Let `custom_initializer` fill the delayed parameters of a module, instead of the initialisers of its classes."""
-    vars(module)[_INITIALIZER] = custom_initializer
 
 
 def _initialize_own(

@@ -35,9 +35,9 @@ from smpkit.torch.placement.dtensor import is_dtensor
 from smpkit.torch.placement.shards import TpShard, copy_mark_to, shard_of
 
 
-def keep_local_parameters(root: nn.Module, placement: Placement, device: torch.device) -> None:
+def keep_local_parameters(root: nn.Module, placement: Placement, device: torch.device, seed: int) -> None:
     """Move what this rank holds to its device, and free the memory of everything else."""
-    initialize(root, [each.parameter for each in placement.local], device, torch.initial_seed())
+    initialize(root, [each.parameter for each in placement.local], device, seed)
     for each in placement:
         parameter = each.parameter
         if each.is_here:

@@ -152,18 +152,12 @@ def tp_register(
     Raises:
         UsageError: not a class of modules, or a hook that cannot be called.
     """
+    hooks = (init_hook, forward_hook, return_hook)
+    translations: dict[str, Any] = {"to_distributed": to_distributed, "from_distributed": from_distributed}
     _check_class(dist_module, "dist_module")
 
     def decorate(original: _Module) -> _Module:
-        tp_register_with_module(
-            original,
-            dist_module,
-            init_hook,
-            forward_hook,
-            return_hook,
-            to_distributed=to_distributed,
-            from_distributed=from_distributed,
-        )
+        tp_register_with_module(original, dist_module, *hooks, **translations)
         return original
 
     return decorate

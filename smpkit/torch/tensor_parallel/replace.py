@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from smpkit.errors import ConfigError, UnsupportedError, UsageError
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.runtime import state
-from smpkit.torch.placement.delayed import delay_param_initialization, initialize, is_delayed, set_initializer
+from smpkit.torch.placement.delayed import delay_param_initialization, initialize, is_delayed
 from smpkit.torch.placement.manual import inherit_partition
 from smpkit.torch.placement.shards import hook_on_weight, shard_of
 from smpkit.torch.tensor_parallel.agreement import compare_models, weights_of_first_rank
@@ -325,18 +325,12 @@ def _fill(replaced: _Replaced, seed: int) -> None:
     (`smp.delay_param_initialization`) gets these when the model is placed.
     """
     module, replacement = replaced.module, replaced.replacement
-
-    def draw(wanted: Collection[int], device: torch.device) -> None:
-        parameters = [each for each in replacement.parameters() if id(each) in wanted]
-        initialize(replacement, parameters, device, seed, replaced.name)
-
     if any(map(is_delayed, module.parameters())):
-        set_initializer(replacement, draw)
         return
     device = next((each.device for each in module.parameters()), state.device)
     if not replaced.is_fresh:
         _translate_weights(replaced, device)
-    draw({id(each) for each in replacement.parameters() if is_delayed(each)}, device)
+    initialize(replacement, [*replacement.parameters()], device, seed, replaced.name)
 
 
 def _translate_weights(replaced: _Replaced, device: torch.device) -> None:
