@@ -154,11 +154,11 @@ def test_every_style_of_transformers_is_known() -> None:
 
 
 def delayed() -> None:
-    """Weights that are made late are pieces of those that one rank would make."""
+    """Weights that are made late are pieces of those that one rank would make, however the others are seeded."""
     states = []
     for degree in (1, 2):
         smp.init({"tensor_parallel_degree": degree, "ddp": True})
-        torch.manual_seed(5)
+        torch.manual_seed(5 + smp.tp_rank())
         with smp.delay_param_initialization():
             module = divisible("Llama", tie_word_embeddings=True).build()
         smp.set_tensor_parallelism(module)
