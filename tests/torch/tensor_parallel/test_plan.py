@@ -158,9 +158,9 @@ def delayed() -> None:
     states = []
     for degree in (1, 2):
         smp.init({"tensor_parallel_degree": degree, "ddp": True})
-        torch.manual_seed(5 + smp.tp_rank())
         with smp.delay_param_initialization():
             module = divisible("Llama", tie_word_embeddings=True).build()
+        torch.manual_seed(5 + smp.tp_rank())
         smp.set_tensor_parallelism(module)
         states.append(smp.DistributedModel(module).original_state_dict())
         smp.shutdown()
