@@ -13,8 +13,10 @@ Hugging Face models with a plan of their own (`_tp_plan`) are divided in place i
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,7 +43,6 @@ from smpkit.torch.tensor_parallel.registry import (
     rule_for,
     with_overrides,
 )
-from smpkit.torch.tensor_parallel.weight_readers import weight_readers
 
 
 def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: bool | None = None) -> nn.Module:
@@ -180,7 +181,7 @@ class _Search:
         self._seen: set[nn.Module] = set()
         self._holders: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
         self._names = {parameter: name for name, parameter in root.named_parameters()}
-        self.readers = weight_readers(root)
+        self.readers = _weight_readers(root)
         for module in root.modules():
             for parameter in module.parameters(recurse=False):
                 self._holders[parameter].add(module)
@@ -421,3 +422,64 @@ def _install(root: nn.Module, replaced: list[_Replaced]) -> nn.Module:
             if child in new:
                 parent.add_module(name, new[child])
     return new.get(root, root)
+
+
+# --- weights that other modules read ----------------------------------------------------------------------------------
+
+
+def _weight_readers(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Return the modules in a model whose weight the forwards of others read, each with those others: they stay whole.
+
+    A divided module returns what the whole one would, but its weight is a piece: `self.rel_embeddings.weight`, which
+    the encoder of a DeBERTa hands to its layers, would have some of the columns. A wrong number comes of
+    `self.lm_head.weight` in a forward that computes its loss from it.
+    """
+    readers: dict[nn.Module, list[nn.Module]] = {}
+    for reader in root.modules():
+        kind: Any = type(reader)
+        forward = getattr(reader.forward, "__func__", reader.forward)
+        # torch's own forwards do it in evaluation, for a kernel that divided modules rule out.
+        if getattr(forward, "__module__", "").startswith("torch."):
+            continue
+        for path in _paths_read(kind, forward):
+            try:
+                readers.setdefault(reader.get_submodule(path), []).append(reader)
+            except AttributeError:  # the option that makes it is off
+                continue
+    return readers
+
+
+@functools.lru_cache(maxsize=1024)
+def _paths_read(kind: Any, forward: Callable[..., Any]) -> list[str]:
+    """Return `a.b` for each `self.a.b.weight` in a forward, or in methods that are called from there."""
+    paths, seen, functions = dict[str, None](), set[Any](), [forward]
+    while functions:
+        function = inspect.unwrap(functions.pop())
+        if function in seen:
+            continue
+        seen.add(function)
+        for name in _names_read(function):
+            path, _, last = name.rpartition(".")
+            if path and last == "weight":
+                paths[path] = None
+            elif not path and inspect.isfunction(method := getattr(kind, last, None)):
+                functions.append(method)
+    return [*paths]
+
+
+def _names_read(function: Callable[..., Any]) -> Iterator[str]:
+    """Yield `a.b` for each `self.a.b` that a method reads: not to look at its dtype or device, as T5 does."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # written in C, or at a prompt
+        return
+    looked_at: set[ast.expr] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device"):
+            looked_at.add(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            looked_at.add(node.args[0])
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node not in looked_at:
+            owner, _, name = ast.unparse(node).partition(".")
+            if owner == "self":
+                yield name
