@@ -232,28 +232,28 @@ class Containers:
     def _wait(
         self, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], interrupt_after: float | None
     ) -> None:
-        number, again, deadline = "", 0.0, float("inf")
+        signal_name, again, deadline = "", 0.0, float("inf")
         requests: list[subprocess.Popen[bytes]] = []
         while any(process.poll() is None for process in processes):
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
             rehearses = interrupt_after is not None and now >= (self._spoke_at or now) + interrupt_after
-            if number != "KILL" and (len(received) > 1 or now >= deadline):
-                number, again, deadline = "KILL", now, float("inf")
-            elif not number and (received or rehearses):
+            if signal_name != "KILL" and (len(received) > 1 or now >= deadline):
+                signal_name, again, deadline = "KILL", now, float("inf")
+            elif not signal_name and (received or rehearses):
                 self.interrupted = not received
-                number, again, deadline = "TERM", now, now + _STOP_SECONDS
-            elif deadline == float("inf") and not number and any(process.poll() for process in processes):
+                signal_name, again, deadline = "TERM", now, now + _STOP_SECONDS
+            elif deadline == float("inf") and not signal_name and any(process.poll() for process in processes):
                 deadline = now + _FOLLOW_SECONDS
-            if number and now >= again:
+            if signal_name and now >= again:
                 again = now + _AGAIN_SECONDS
-                requests = [*(each for each in requests if each.poll() is None), *self._tell(number)]
+                requests = [*(each for each in requests if each.poll() is None), *self._tell(signal_name)]
         for request in requests:
             request.wait()
 
-    def _tell(self, number: str) -> list[subprocess.Popen[bytes]]:
+    def _tell(self, signal_name: str) -> list[subprocess.Popen[bytes]]:
         """Send a signal to the launchers of all containers."""
-        words, nothing = ["docker", "kill", f"--signal={number}"], subprocess.DEVNULL
+        words, nothing = ["docker", "kill", f"--signal={signal_name}"], subprocess.DEVNULL
         return [
             subprocess.Popen([*words, f"{self.name}-{host}"], stdout=nothing, stderr=nothing) for host in self.hosts
         ]

@@ -305,7 +305,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._abandon()
-            self._check_no_way_home()
+            self._refuse_weights_used_directly()
             self._task = task
             end = functools.partial(self._end_backward)
             Variable._execution_engine.queue_callback(end)
@@ -321,11 +321,11 @@ class Engine:
         if self._prefetch and index and self.slices[index - 1].is_ready():
             self.load(index - 1)
 
-    def _check_no_way_home(self) -> None:
+    def _refuse_weights_used_directly(self) -> None:
         """Refuse a backward that leads to parameters where they rest, too: autograd runs that in another thread."""
         trained = (parameter for parameter in self.changing if parameter.requires_grad)
         if any(torch._C._will_engine_execute_node(get_gradient_edge(each).node) for each in trained):
-            raise _two_places()
+            raise _used_directly_error()
 
     def _open(self, index: int) -> None:
         """Bring a slice, whose gradients are to stay on the device for now."""
@@ -525,7 +525,7 @@ def _check_arrival(reference: weakref.ref[Engine], parameter: Tensor) -> None:
     if gradient is None or engine is None:
         return
     if engine._task != _NO_TASK and gradient.device != engine.device:
-        raise _two_places()
+        raise _used_directly_error()
     if gradient.device != parameter.device:
         raise UsageError(
             f"a weight of shape {tuple(parameter.shape)} got its gradient when its slice was not on the device",
@@ -533,7 +533,7 @@ def _check_arrival(reference: weakref.ref[Engine], parameter: Tensor) -> None:
         )
 
 
-def _two_places() -> UnsupportedError:
+def _used_directly_error() -> UnsupportedError:
     return UnsupportedError(
         "a loss depends on weights of an OffloadModel by its output and also directly, as with a penalty on weights;"
         " in one backward they would have to be on the device and on the host",

@@ -287,7 +287,7 @@ def _update(
     if is_first:
         _move_states(part.optimizer)  # those that were loaded belong to the script
     _complete_momentum(part.optimizer)
-    before = [dict(group) for group in part.optimizer.param_groups]
+    before = [dict(group) for group in part.optimizer.param_groups] if is_first else []
     part.optimizer.step()
     if is_first:
         _check_groups(part.optimizer, before)
