@@ -15,7 +15,7 @@ from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model_parts import ModelParts
 from smpkit.torch.offload_model.model import OffloadModel
-from smpkit.torch.placement.delayed import refuse_copies
+from smpkit.torch.placement.delayed import refuse_unset_values
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.precision.cast import half_dtype
 
@@ -61,7 +61,7 @@ def check_arguments(
     for applies, message, hint in refusals:
         if applies:
             raise UsageError(message, hint=hint or None)
-    refuse_copies(module)
+    refuse_unset_values(module)
     if trace_memory_usage:
         warn_user("trace_memory_usage=True has no effect: what each part keeps is computed from shapes")
     if any(isinstance(part, OffloadModel) for part in module.modules()):

@@ -87,12 +87,12 @@ def make_delayed(root: nn.Module) -> None:
 
 
 def _without_memory(parameter: nn.Parameter) -> torch.Tensor:
-    # So that what a script computes from it is found: `refuse_copies`.
+    # So that what a script computes from it is found: `refuse_unset_values`.
     value = torch.nan if parameter.is_floating_point() else 0
     return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def refuse_copies(root: nn.Module) -> None:
+def refuse_unset_values(root: nn.Module) -> None:
     """Refuse parameters whose values were computed from those of delayed ones, which have none yet.
 
     A head that `resize_token_embeddings` has made longer, say: it would be trained from what lay in memory.
