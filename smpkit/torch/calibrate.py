@@ -153,13 +153,15 @@ class _Measurement:
             for size in self._sizes:
                 one, other = self._random(size, size, dtype=dtype), self._random(size, size, dtype=dtype)
                 multiply = partial(torch.mm, one, other, out=torch.empty_like(one))
-                flops = 2.0 * size**3
+                flops, alone = 2.0 * size**3, self._alone(multiply)
                 yield Matmul(
                     dtype=dtype_name(dtype),
                     size=size,
-                    flops_per_second=flops / self._alone(multiply),
+                    flops_per_second=flops / alone,
                     shared_flops_per_second=flops / self._together(multiply),
                 )
+                if alone > self._slot:
+                    break  # of bfloat16, a CPU without instructions for it would take seconds for the next size
 
     def _memory(self) -> float:
         source = self._random(16 * _MIB)
