@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,11 +23,6 @@ def test_the_dockerfile_at_the_root_is_that_of_the_image() -> None:
     assert (ROOT / "Dockerfile").read_text() == packaged.read_text(), f"cp {packaged.relative_to(ROOT)} Dockerfile"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/how-to/install.md", "scripts/_environment"])
-def test_the_small_build_of_torch_is_named_where_it_is_installed(page: str) -> None:
-    assert "https://download.pytorch.org/whl/cpu" in (ROOT / page).read_text()
-
-
 def test_no_results_of_examples_are_committed_or_would_be() -> None:
     assert [
         name for name in git("ls-files", "examples") if Path(name).suffix not in (".py", ".yaml", ".md", ".ipynb")
@@ -44,16 +36,3 @@ def test_what_is_compiled_where_it_is_used_gets_into_wheels() -> None:
     sources = [str(path.relative_to(ROOT)) for path in (ROOT / folder).iterdir()]
     assert f"{folder}/library.cpp" in sources
     assert git("check-ignore", "--no-index", *sources) == []
-
-
-def test_a_type_checker_finds_an_editable_install(tmp_path: Path) -> None:
-    """They follow folders in a `.pth` file, and no import hook."""
-    origin = json.loads(metadata.distribution("smpkit").read_text("direct_url.json") or "{}")
-    if not origin.get("dir_info", {}).get("editable"):
-        pytest.skip("smpkit is not installed editable here")
-    script = tmp_path / "train.py"
-    script.write_text("import smpkit.torch as smp\nimport smpkit_container.failure\nimport smpkit_estimator.job\n")
-    options = ["--config-file=", "--cache-dir=.cache", "--follow-imports=skip"]
-    command = [sys.executable, "-m", "mypy", *options, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout

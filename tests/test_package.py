@@ -227,15 +227,3 @@ def test_wheel_and_sdist_install_into_an_empty_environment(source: Path, tmp_pat
     with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {FILE, "README.md", "hatch_build.py", "scripts/links.py", "examples/finetune/train.py"} <= names
-
-
-@pytest.mark.slow
-def test_an_editable_install_knows_todays_commit(source: Path, tmp_path: Path) -> None:
-    """Without an index: dependencies are those of this environment."""
-    run(sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "env")
-    python = tmp_path / "env/bin/python"
-    options = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
-    ours = next(path for path in map(Path, sys.path) if path.name == "site-packages")
-    run(python, "-m", "pip", "install", "-q", *options, "-e", source, PYTHONPATH=str(ours))
-    said = run(tmp_path / "env/bin/smpkit", "--version", cwd=tmp_path, PYTHONPATH=str(ours))
-    assert said.endswith(f"(commit {commit(source)})")
