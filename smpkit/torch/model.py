@@ -316,15 +316,19 @@ class DistributedModel(ModelParts):
         begin_plan(self)
 
     def random_state(self) -> Mapping[str, int]:
-        """Return seed and step of the random streams, for a checkpoint; the same on all ranks."""
+        """Return seed and step of the random streams, for a checkpoint; the same on all ranks of a pipeline.
+
+        It is the same on all replicas, too, unless the script has seeded them apart.
+        """
         random = self.engine.random
         if random is None:  # not made before the first step
             return self._saved_random
         return {"seed": random.seed - state.rdp_rank, "step": random.step}
 
     def load_random_state(self, kept: Mapping[str, int]) -> None:
-        """Continue the random streams of the job that saved `random_state()`; an empty state changes nothing."""
-        self._saved_random = dict(kept)
+        """Continue the random streams of the job that saved these `random_state()`; an empty state changes nothing."""
+        own = {"seed": kept.get(replica_seed(state.rdp_rank), kept["seed"]), "step": kept["step"]} if kept else {}
+        self._saved_random = own
         self._restore_random()
 
     def _restore_random(self) -> None:
@@ -400,6 +404,11 @@ class DistributedModel(ModelParts):
             self.data_parallel = replicate(self.module, self.placement, self._reduction)
         if self.data_parallel is not None:
             self.participants.add(self.data_parallel)
+
+
+def replica_seed(rdp_rank: int) -> str:
+    """Return under which name a checkpoint has the seed of a replica that the script has seeded apart."""
+    return f"seed of replica {rdp_rank}"
 
 
 class _Hooks(StepParticipant):

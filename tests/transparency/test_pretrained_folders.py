@@ -187,6 +187,13 @@ def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
         smp.save_pretrained(tmp_path / "out", max_shard_size=size)
 
 
+def test_adapters_are_not_written_as_a_model(tmp_path: Path) -> None:
+    plain_model().module.peft_config = {}
+    with pytest.raises(UsageError, match=r"whole models, and nobody would load one with adapters of PEFT"):
+        smp.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

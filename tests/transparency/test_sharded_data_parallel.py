@@ -317,9 +317,11 @@ def test_half_precision_computes_with_copies_of_weights_in_float32(precision: st
 
 
 @on_ranks(2)
-def test_a_model_that_is_made_in_half_precision_has_weights_in_float32() -> None:
+def test_a_model_that_is_made_in_other_precisions_has_weights_in_float32() -> None:
     with world(way_of(config={"bf16": True})):
-        model = smp.DistributedModel(build(CASE).to(torch.bfloat16))
+        module = build(CASE).to(torch.bfloat16)
+        next(module.parameters()).data = next(module.parameters()).double()
+        model = smp.DistributedModel(module)
         assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints.tensors import is_storable
 from smpkit.torch.core.runtime import WrappedOptimizer, state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
@@ -131,6 +132,7 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
             hint="wrap an optimizer that keeps all in these two, or save with smp.save(optimizer.state_dict(), ...)",
         )
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    _warn_of_values_beyond_model(model, parameters)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     everywhere = frozenset(range(state.size))
     entries.append(StateEntry(GROUPS, groups, None, (), everywhere))
@@ -147,6 +149,16 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
             full = f"{STATES}{names[index]}.{key}{'' if is_whole else division.suffix}"
             entries.append(_entry(full, value, division, holders))
     return entries
+
+
+def _warn_of_values_beyond_model(model: DistributedModel, parameters: Iterable[torch.Tensor]) -> None:
+    for each in parameters:
+        if each.requires_grad and each not in model.placement:
+            warn_user(
+                f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model: a checkpoint"
+                " has its states, but not its value, so keep that in `user_content`, or wrap one module that has both"
+            )
+            return
 
 
 def _entry(name: str, value: Any, division: Division | None, holders: frozenset[int]) -> StateEntry:

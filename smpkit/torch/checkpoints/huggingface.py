@@ -55,9 +55,15 @@ def save_pretrained(
 
     Raises:
         CheckpointError: on all ranks, if one cannot write its part; it names the rank.
-        UsageError: there is no model, or `max_shard_size` is no size.
+        UsageError: there is no model, it has adapters of PEFT, or `max_shard_size` is no size.
     """
     model, target, limit = wrapped_model(model), files.folder_at(folder), _bytes_of(max_shard_size)
+    if hasattr(model.module, "peft_config"):
+        raise UsageError(
+            "smp.save_pretrained writes whole models, and nobody would load one with adapters of PEFT",
+            hint="save the adapters: all ranks call `whole = model.state_dict(gather_to_rank0=True)`, and the first one"
+            " `model.get_module().save_pretrained(folder, state_dict=whole)`",
+        )
     failure = f"the model was not saved to {target}"
     staged = files.staging_folder(target.parent, target.name, files.new_save_id())  # rank 0's is used
     all_or_raise(failure, run_deferred_loads)

@@ -25,7 +25,7 @@ from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.objects import check_archive, read_file
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
-from smpkit.torch.checkpoints.save import USER_CONTENT
+from smpkit.torch.checkpoints.save import USER_CONTENT, own_content_name
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
@@ -308,9 +308,9 @@ def _load_partial(
             hint="resume in the same precision, and with sharded data parallelism, whose parts are float32, if the job"
             " that saved had it; or start the optimizer anew with load_optimizer=False, which rounds the weights",
         )
-    content = None
-    if names := [name for name in index.files if name.startswith(USER_CONTENT) and (reader.folder / name).is_file()]:
-        content = read_file(reader.folder / names[0], "cpu", weights_only=weights_only)
+    now = degrees()
+    same = {kind for kind, degree in now.items() if index.degrees.get(kind) == degree}
+    content = _content_of(reader, weights_only, same_degrees=same == now.keys())
     load_model(model, reader, strict)
     if optimizer is not None and states:
         load_optimizer(optimizer, model, reader)
@@ -318,13 +318,26 @@ def _load_partial(
         load_loss_scale(optimizer, reader)
     model.load_random_state(index.random)
     # The automatic partition is the same as in the job that saved, if the degrees are (SMP v1's rule).
-    now = degrees()
-    same = {kind for kind, degree in now.items() if index.degrees.get(kind) == degree}
     if model.pipeline is not None and index.partition is not None and same >= {"pipeline", "virtual pipeline"}:
         model.pipeline.resumed = Assignment.from_json(index.partition)
     if same == now.keys():
         model.activations.load(index.activations)
     return {} if content is None else content
+
+
+def _content_of(reader: CheckpointReader, weights_only: bool | None, *, same_degrees: bool) -> Any:
+    """Return this rank's own content, if there is one for these degrees, or that of rank 0; None if there is none."""
+    names = [name for name in reader.index.files if name.startswith(USER_CONTENT)]
+    own = [name for name in names if "of" in name]
+    fits = same_degrees and all(name.endswith(f"of{state.size}.pt") for name in own)
+    if own and not fits:
+        warn_user(
+            "the ranks that saved had different user content: with other degrees, or another number of ranks, all get"
+            " that of rank 0"
+        )
+    wanted = [own_content_name()] if fits and own_content_name() in own else [name for name in names if name not in own]
+    here = [reader.folder / name for name in wanted if (reader.folder / name).is_file()]
+    return read_file(here[0], "cpu", weights_only=weights_only) if here else None
 
 
 def _trained_in(precision: str) -> str:

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ from smpkit.torch.checkpoints.whole import write_full
 from smpkit.torch.core.runtime import WrappedOptimizer, state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.init import save_group
-from smpkit.torch.model import DistributedModel
+from smpkit.torch.model import DistributedModel, replica_seed
 from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.placement.delayed import run_deferred_loads
 
@@ -79,7 +79,9 @@ def save_checkpoint(
             in one file, without the optimizer.
         model: the wrapped model; the last one that was wrapped if not given.
         optimizer: the wrapped optimizer; the last one that was wrapped if not given; none is saved if there is none.
-        user_content: of the script: numbers, strings, lists, dicts, tensors, argparse's Namespace, numpy arrays.
+        user_content: of the script: numbers, strings, lists, dicts, tensors, argparse's Namespace, numpy arrays. If
+            ranks pass different ones, such as their random states, each gets its own back at the same degrees; else
+            all get that of rank 0.
         translate_if_full: whether a full checkpoint has the names of the script's own model, where tensor parallelism
             has replaced modules.
         num_kept_partial_checkpoints: after this save, keep this many of the newest complete partial checkpoints.
@@ -111,7 +113,7 @@ def save_checkpoint(
             " `state_dict()` of the others in `user_content`"
         )
     wrapped, saved_optimizer = wrapped_model(model), state.optimizer if optimizer is None else optimizer
-    save = _begin(files.folder_at(path), tag, partial, kept)
+    save = _begin(files.folder_at(path), tag, partial, kept, user_content)
     snapshot, group = (None, None) if blocking else (Snapshot(), save_group())
     part = _outcome(lambda: save.prepare(wrapped, saved_optimizer, user_content, snapshot))
     if not partial:
@@ -147,29 +149,63 @@ def _outcome(attempt: Callable[[], _T]) -> Callable[[], _T]:
     return outcome.result
 
 
-def _begin(path: Path, tag: str, partial: bool, kept: int | None) -> _Save:
+def _begin(path: Path, tag: str, partial: bool, kept: int | None, user_content: Any) -> _Save:
     """Wait for the save before, check that all ranks make the same one now, and find out who writes where."""
     failure = f"checkpoint `{tag}` was not saved"
     known, save_id = known_file_systems(path), files.new_save_id() if state.rank == 0 else ""
     # Before any file is touched: ranks with different tags would write to different folders.
-    call = tag, partial, save_id, known is not None
-    difference, save_id, all_know = agree_after_previous_save(call, _compare)
+    content = _digest_of_content(user_content) if partial and state.size > 1 else None
+    call = tag, partial, save_id, known is not None, content
+    difference, save_id, all_know, (first_content, is_common) = agree_after_previous_save(call, _compare)
     if difference is not None:
         raise UsageError(difference, hint="all ranks call smp.save_checkpoint with the same tag")
     if known is None or not all_know:
         known = find_file_systems(path, save_id, failure)
-    return _Save(path, tag, partial, save_id, known, failure, kept)
+    # Where rank 0's content is not, ranks that pass the same must find it, too.
+    is_own = content != first_content or not (is_common or known.leader == 0)
+    return _Save(path, tag, partial, save_id, known, failure, kept, content is not None and is_own)
 
 
-def _compare(calls: list[tuple[str, bool, str, bool]]) -> tuple[str | None, str, bool]:
-    """Return how calls differ, the id of the save, and whether all ranks know who shares a file system."""
-    tag, partial, save_id, _ = calls[0]
+_Call = tuple[str, bool, str, bool, int | None]
+
+
+def _compare(calls: list[_Call]) -> tuple[str | None, str, bool, tuple[int | None, bool]]:
+    """Return how calls differ, the id of the save, whether all know who shares a file system, and about the content.
+
+    That is the digest of rank 0's, and whether all that pass one pass the same.
+    """
+    tag, partial, save_id, _, first_content = calls[0]
+    is_common = {content for *_, content in calls} <= {first_content, None}
     differences = [
         f"rank 0 saves {tag!r} (partial={partial}), but rank {rank} saves {other_tag!r} (partial={other_partial})"
         for rank, (other_tag, other_partial, *_) in enumerate(calls)
         if (other_tag, other_partial) != (tag, partial)
     ]
-    return next(iter(differences), None), save_id, all(knows for *_, knows in calls)
+    all_know = all(knows for *_, knows, _ in calls)
+    return next(iter(differences), None), save_id, all_know, (first_content, is_common)
+
+
+def _digest_of_content(content: Any) -> int | None:
+    """Return what tells the content of a rank from that of others; None if there is none, or it cannot be saved."""
+    if content is None:
+        return None
+    try:
+        dump(content, cast("IO[bytes]", file := _Checksum()))
+    except Exception:  # raised by the rank that writes it
+        return None
+    return file.crc
+
+
+class _Checksum:
+    """Computes the CRC-32 of what is written to it, and keeps nothing: it may be large."""
+
+    crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return len(data)
+
+    def flush(self) -> None: ...
 
 
 # --- one save ---------------------------------------------------------------------------------------------------------
@@ -186,13 +222,20 @@ class _Part:
     digests: dict[int, int] = field(default_factory=dict)
     """Of what it divides with other ranks that hold the same, by a number for these ranks."""
     activations: Mapping[str, str] = field(default_factory=dict)
+    random: Mapping[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     order: int = 0
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One save, as this rank sees it; its errors begin with `failure`, and `kept` is how many checkpoints stay."""
+    """One save, as this rank sees it.
+
+    Args:
+        failure: how its errors begin.
+        kept: how many checkpoints stay.
+        has_own_content: whether this rank passes another `user_content` than rank 0, such as its random state.
+    """
 
     path: Path
     tag: str
@@ -201,6 +244,7 @@ class _Save:
     file_systems: FileSystems
     failure: str
     kept: int | None
+    has_own_content: bool
 
     @property
     def name(self) -> str:
@@ -225,6 +269,19 @@ class _Save:
             shutil.rmtree(self.staged, ignore_errors=True)
             raise
 
+    @contextlib.contextmanager
+    def naming_other_jobs(self) -> Any:
+        """Say what it means that a file is not there which this save has just written."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not isinstance(error.__cause__ or error.__context__, FileNotFoundError):
+                raise
+            raise CheckpointError(
+                f"files are gone that it had written to {self.path}",
+                hint="does another job save there, too? Each needs a folder of its own",
+            ) from error
+
     def prepare(
         self,
         model: DistributedModel,
@@ -235,10 +292,10 @@ class _Save:
         """Return what this rank writes: copies, if there is a snapshot."""
         # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
         run_deferred_loads()
-        part = _Part(activations=model.activations.saved())
+        part = _Part(activations=model.activations.saved(), random=model.random_state())
         if self.partial:
             _add_entries(part, entries_of(model, optimizer), self.file_systems, snapshot)
-        if self.publishes and user_content is not None:
+        if (self.publishes or self.has_own_content) and user_content is not None:
             content = _as_bytes(user_content) if snapshot else lambda file: dump(user_content, file)
             part.contents[self._content_name()] = content
         if snapshot is not None:
@@ -258,6 +315,8 @@ class _Save:
     def _content_name(self) -> str:
         if not self.partial:
             return f"{USER_CONTENT}_{self.tag}"
+        if self.has_own_content:
+            return own_content_name()
         return f"{USER_CONTENT}_{state.rank}.pt" if state.rank else f"{USER_CONTENT}.pt"
 
     def complete(self, part: Callable[[], _Part], job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -284,7 +343,7 @@ class _Save:
         """Make the checkpoint visible on this rank's file system."""
         if not self.publishes:
             return
-        with files.as_checkpoint_error(f"{self.path / self.name} cannot be written"):
+        with self.naming_other_jobs(), files.as_checkpoint_error(f"{self.path / self.name} cannot be written"):
             if self.partial:
                 files.publish_folder(self.staged, self.path / self.name, index)
                 return
@@ -302,7 +361,7 @@ class _Save:
         """Write `newest`, and only then remove old checkpoints."""
         if not self.publishes:
             return
-        with files.as_checkpoint_error(f"{self.path / files.NEWEST} cannot be written"):
+        with self.naming_other_jobs(), files.as_checkpoint_error(f"{self.path / files.NEWEST} cannot be written"):
             files.atomic_write(self.path / files.NEWEST, lambda file: file.write(f"{self.name}\n".encode()))
         if not self.partial or self.kept is None:
             return
@@ -314,6 +373,11 @@ class _Save:
                 shutil.rmtree(doomed)
 
 
+def own_content_name() -> str:
+    """Return the name of the file with this rank's own `user_content`, which only as many ranks can use."""
+    return f"{USER_CONTENT}_{state.rank}of{state.size}.pt"
+
+
 def _about(model: DistributedModel) -> dict[str, Any]:
     """Return what an index says of the job at this moment."""
     assignment = model.pipeline.assignment if model.pipeline is not None else None
@@ -321,9 +385,17 @@ def _about(model: DistributedModel) -> dict[str, Any]:
         "degrees": degrees(),
         "precision": precision(),
         "smpkit": _VERSION,
-        "random": dict(model.random_state()),
         "partition": None if assignment is None else str(assignment.to_json()),
     }
+
+
+def _random_of(parts: list[_Part]) -> dict[str, int]:
+    """Return the random state of the job: that of the first rank, and the seeds of replicas that have others."""
+    random = dict(parts[0].random)
+    for rank, part in enumerate(parts):
+        if part.random.get("seed") != random.get("seed"):
+            random[replica_seed(state.mesh.coordinates(rank).rdp)] = part.random["seed"]
+    return random
 
 
 def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
@@ -331,7 +403,7 @@ def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
     save.make_folder(part)
     written = {}
     for name, content in part.contents.items():
-        with files.as_checkpoint_error(f"{name} cannot be written"):
+        with save.naming_other_jobs(), files.as_checkpoint_error(f"{name} cannot be written"):
             size, crc = files.fsync_write(save.staged / name, content, go_on)
         if name.startswith(USER_CONTENT):
             read_file(save.staged / name, "cpu")  # whoever resumes must be able to
@@ -436,6 +508,7 @@ def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, bool]:
         tensors=tensors,
         objects=values,
         activations={name: choice for part in parts for name, choice in part.activations.items()},
+        random=_random_of(parts),
         **job,
     )
     folders: dict[object, set[int]] = {}

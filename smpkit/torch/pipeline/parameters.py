@@ -55,6 +55,7 @@ _NEEDS_NUMBERS: Final = NUMBER_FUNCTIONS | {
     *(T.nonzero, torch.nonzero, torch.argwhere, T.unique, torch.unique, T.unique_consecutive, torch.unique_consecutive),
     *(T.masked_select, torch.masked_select, T.bincount, torch.bincount),
     *(T.backward, torch.autograd.backward, torch.autograd.grad),
+    T.data_ptr,  # safetensors, and with it `save_pretrained` of transformers and peft, writes files from there
 }
 """Functions whose result has a value, or a shape, that depends on the numbers of a tensor."""
 
@@ -159,6 +160,12 @@ class NonResident(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        weight, owner = self.name_and_owner
+        warn_user(
+            f"what was saved has NaN for weights that other pipeline ranks hold, such as `{weight}` of rank {owner}:"
+            " let all ranks call `model.state_dict()`, which has all weights",
+            by_rank=state.rank,
+        )
         # A saved file must load with plain torch.
         return self._as_torch_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 

@@ -19,7 +19,7 @@ from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpo
 from smpkit.torch.checkpoints import folder as checkpoint_files
 from tests.ranks import run_ranks
 from tests.torch.checkpoints.two_layers import make, plain, train
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, train_step
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -128,6 +128,60 @@ def test_a_checkpoint_without_optimizer_state_warns(tmp_path: Path) -> None:
     smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
     with pytest.warns(UserWarning, match="holds no optimizer state"):
         assert resume_from_checkpoint(tmp_path) == {}
+
+
+def test_what_is_trained_beside_the_model_is_told(tmp_path: Path) -> None:
+    smp.init()
+    model = smp.DistributedModel(plain())
+    temperature = nn.Parameter(torch.ones(1))
+    smp.DistributedOptimizer(torch.optim.Adam([*model.parameters(), temperature]))
+    with pytest.warns(UserWarning, match=r"shape \[1\] that is not in the model: .* its states, but not its value"):
+        save_checkpoint(tmp_path, "one")
+
+
+@on_ranks(2)
+def test_each_rank_gets_its_own_content_back_on_the_same_ranks(tmp_path: Path) -> None:
+    smp.init({"ddp": True})
+    smp.DistributedModel(plain())
+    for tag, passed in {"same": 3, "own": 3 + smp.rank(), "first": None if smp.rank() else 3}.items():
+        save_checkpoint(tmp_path, tag, user_content=passed)
+        assert resume_from_checkpoint(tmp_path, tag) == (3 if passed is None else passed)
+    if smp.rank() == 0:
+        contents = [name for name in files(tmp_path) if "user_content_" in name]
+        assert contents == ["own_partial/user_content_1of2.pt"]
+    smp.shutdown()
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    smp.DistributedModel(plain())
+    told = contextlib.nullcontext() if smp.rank() else pytest.warns(UserWarning, match="had different user content")
+    with told:
+        assert resume_from_checkpoint(tmp_path, "own") == 3
+
+
+@on_ranks(4, hosts=2)
+def test_hosts_that_share_no_folder_find_the_content_of_each_rank(tmp_path: Path) -> None:
+    smp.init({"ddp": True})
+    smp.DistributedModel(plain())
+    folder, passed = tmp_path / str(smp.rank() // 2), "abba"[smp.rank()]
+    save_checkpoint(folder, "one", user_content=passed)
+    assert resume_from_checkpoint(folder) == passed
+
+
+@on_ranks(2)
+def test_replicas_that_the_script_seeds_apart_go_on_drawing_as_they_did(tmp_path: Path) -> None:
+    seeds = []
+    for is_resumed in (False, True):
+        smp.init({"ddp": True})
+        model = smp.DistributedModel(plain())
+        if is_resumed:
+            resume_from_checkpoint(tmp_path)
+        torch.manual_seed(9 if is_resumed else 100 * smp.rank())
+        train_step(model, torch.ones(1, 3))
+        if not is_resumed:
+            save_checkpoint(tmp_path, "one")
+        seeds.append(model.random_state())
+        if not is_resumed:
+            smp.shutdown()
+    assert seeds == [{"seed": 100 * smp.rank(), "step": 1}, {"seed": 100 * smp.rank(), "step": 2}]
 
 
 def test_states_that_find_no_optimizer_are_told(tmp_path: Path) -> None:
@@ -384,6 +438,25 @@ def test_a_save_that_another_job_cleans_up_is_not_published(tmp_path: Path, monk
     with pytest.raises(CheckpointError, match=r"model_0_0_0.safetensors is missing: does another job save to"):
         save_checkpoint(tmp_path, "one")
     assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(("act", "what"), [("fsync_write", "not saved"), ("atomic_write", "not marked as newest")])
+def test_a_save_whose_files_another_job_removes_says_so(
+    act: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    original = getattr(checkpoint_files, act)
+
+    def meanwhile(path: Path, *arguments: Any) -> Any:
+        if act == "fsync_write":
+            checkpoint_files.remove_leftovers(tmp_path, "another save")
+            return original(path, *arguments)
+        return original(tmp_path / "removed" / path.name, *arguments)
+
+    monkeypatch.setattr(checkpoint_files, act, meanwhile)
+    with pytest.raises(CheckpointError, match=f"{what}; rank 0: files are gone that it had written") as caught:
+        save_checkpoint(tmp_path, "one")
+    assert caught.value.hint == "does another job save there, too? Each needs a folder of its own"
 
 
 def test_user_content_that_resuming_would_refuse_is_named_when_it_is_saved(
