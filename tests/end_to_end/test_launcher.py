@@ -359,6 +359,13 @@ def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
     assert done.err.startswith("SIGTERM: asked 2 ranks to end, waiting at most 110 s")
 
 
+def test_a_signal_for_scripts_does_not_end_the_launcher(make_mpi_job: MakeJob) -> None:
+    """Slurm sends those of `--signal=USR1@90` to all processes of a job: the launcher took its ranks with it."""
+    warn = "import signal\nfor each in (signal.SIGUSR1, signal.SIGUSR2): os.kill(os.getppid(), each)\n"
+    done = make_mpi_job(RANK + warn + "time.sleep(0.5)\nprint('on')\n").run()
+    assert (done.code, sorted(done.out.splitlines())) == (0, ["[rank 0] on", "[rank 1] on"]), done.err
+
+
 def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> None:
     done = make_mpi_job(RANK + READY + "time.sleep(600)\n").stopped_by(signal.SIGTERM)
     assert done.code == 143
