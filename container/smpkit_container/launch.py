@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from smpkit.config.mpi_options import exported_values
 from smpkit.config.wire import MPI_OPTIONS
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
@@ -82,6 +83,7 @@ class _Launch:
             host = self.topology.host
             console.keep_logs(self._run, "" if self.topology.node_rank == 0 else host)
         self._environ = with_smdistributed(environment, environ, console)
+        self._mpi_options = str(environment.framework.get(MPI_OPTIONS) or "")
         self._token = job_token(environment)
 
     def run(self, extra: Sequence[str]) -> tuple[Outcome, News | None]:
@@ -118,9 +120,9 @@ class _Launch:
             def environ_of(rank: int, theirs: Mapping[str, str]) -> Mapping[str, str]:
                 if starter is None:
                     return {**self._environ, **variables, **self._torchrun_variables(rank)}
-                # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!), whose options may set some.
+                # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!), and those of its options.
                 own = {**self._environ, **variables} if starter.serves else variables
-                return {**theirs, **own, **mpi_rank_variables(theirs)}
+                return {**theirs, **own, **exported_values(self._mpi_options), **mpi_rank_variables(theirs)}
 
             try:
                 outcome = Host(
@@ -217,7 +219,7 @@ class _Launch:
             find_mpirun(environ.get("PATH")),
             self.topology,
             STAND_IN,
-            custom_options=str(self._environment.framework.get(MPI_OPTIONS) or ""),
+            custom_options=self._mpi_options,
             exported=sorted([ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]),
             environ=environ,
         )

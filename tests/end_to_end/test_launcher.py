@@ -419,6 +419,13 @@ def test_custom_mpi_options_work(make_mpi_job: MakeJob, options: str) -> None:
     assert done.lines(0) == done.lines(1) == ["hello"]
 
 
+def test_a_variable_that_an_mpi_option_sets_goes_before_ours(make_mpi_job: MakeJob) -> None:
+    options = "-x OMP_NUM_THREADS=7 -x NCCL_SOCKET_IFNAME=^docker0,lo -x EMPTY="
+    shown = "print(*map(os.environ.get, ['OMP_NUM_THREADS', 'NCCL_SOCKET_IFNAME', 'EMPTY']), sep=';')"
+    done = make_mpi_job(RANK + shown, hyperparameters={OPTIONS: options}).run()
+    assert done.lines(0) == done.lines(1) == ["7;^docker0,lo;"], done.err
+
+
 def test_contradicting_mpi_options_are_refused_before_the_start(make_mpi_job: MakeJob) -> None:
     contradiction = "--mca btl self --mca btl tcp -np 4"
     done = make_mpi_job("print('hello')", hyperparameters={OPTIONS: contradiction}).run()
