@@ -150,11 +150,12 @@ def meet(topology: Topology, facts: Facts, seconds: float, port: int, token: byt
     The first host listens at `port`. Whoever does not know the `token` is no host of the job. An error that ends the
     block is told to the other hosts.
     """
-    facts = {**facts, "name": topology.host}
+    facts = {**facts, "name": topology.host, "ranks": topology.processes_per_host}
     find = _receive if topology.node_rank == 0 else _join
     everybody, connections = find(topology, facts, seconds, port, token)
     peers = Peers(topology.node_rank, everybody, connections)
     try:
+        _check_ranks(everybody)
         yield peers
     except SmpkitError as error:
         peers.conclude(str(error))
@@ -162,6 +163,16 @@ def meet(topology: Topology, facts: Facts, seconds: float, port: int, token: byt
     finally:
         for connection in connections.values():
             connection.close()
+
+
+def _check_ranks(everybody: Sequence[Facts]) -> None:
+    """Refuse hosts that count their ranks differently, as where a GPU has failed: ranks would wait for each other."""
+    first, *others = everybody
+    different = [f"{host['name']} {host['ranks']}" for host in others if host["ranks"] != first["ranks"]]
+    if different:
+        what = f"{first['name']} would start {first['ranks']} ranks, but {', '.join(different[:5])}"
+        hint = "all hosts need as many GPUs; `processes_per_host` sets how many ranks each of them starts"
+        raise LaunchError(what, hint=hint)
 
 
 def _receive(

@@ -185,7 +185,10 @@ def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
         thread = threading.Thread(target=second, daemon=True)
         thread.start()
         began = time.monotonic()
-        facts = [{"name": "localhost", "place": "here"}, {"name": "127.0.0.2", "key": "value"}]
+        facts = [
+            {"name": "localhost", "ranks": 1, "place": "here"},
+            {"name": "127.0.0.2", "ranks": 1, "key": "value"},
+        ]
         with meet(FIRST, {"place": "here"}, 60.0, port, TOKEN) as peers:
             assert peers.facts == facts
             thread.join(60)
@@ -207,6 +210,28 @@ def test_hosts_of_two_jobs_do_not_meet(topology: Topology) -> None:
         with pytest.raises(LaunchError, match="this job's token"), meet(topology, {}, 2.0, port, TOKEN):
             pass
         thread.join(60)
+
+
+def test_hosts_that_count_their_ranks_differently_say_so() -> None:
+    """As where one of eight GPUs has failed: two ranks had the same number, and the others waited for half an hour."""
+    said = []
+    with free_ports() as port:
+
+        def second() -> None:
+            try:
+                with meet(replace(SECOND, processes_per_host=7), {}, 60.0, port, TOKEN):
+                    said.append("met")
+            except LaunchError as error:
+                said.append(error.message)
+
+        thread = threading.Thread(target=second, daemon=True)
+        thread.start()
+        message = "localhost would start 8 ranks, but 127.0.0.2 7"
+        first = meet(replace(FIRST, processes_per_host=8), {}, 60.0, port, TOKEN)
+        with pytest.raises(LaunchError, match=message), first:
+            said.append("met")
+        thread.join(60)
+    assert said == [message]
 
 
 @contextmanager
