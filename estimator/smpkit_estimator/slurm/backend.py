@@ -32,6 +32,7 @@ from smpkit_estimator.backend import (
     Query,
     base_name,
     in_doubt,
+    preparing,
     refuse,
     run_below,
     tried,
@@ -97,7 +98,8 @@ class SlurmCluster:
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
-        make_run(run, self.clock.now())
+        with preparing():
+            make_run(run, self.clock.now())
         try:
             number = self._sent(run.folder)
         except UnreachableError:
