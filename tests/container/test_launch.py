@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,16 @@ def test_the_program_tells_bad_files_and_leaves_the_reason(tmp_path: Path, capsy
 def test_the_program_becomes_any_other_command() -> None:
     command = [sys.executable, "-m", "smpkit_container", "echo", "--", "as", "it is"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "-- as it is\n"
+
+
+def test_modules_of_the_sources_are_not_taken_for_python_s(tmp_path: Path) -> None:
+    """The image's working folder is that of the sources."""
+    (tmp_path / "json.py").write_text("raise SystemExit('of the sources')")
+    dockerfile = resources.files("smpkit_container").joinpath("Dockerfile").read_text()
+    [entry_point] = re.findall(r"^ENTRYPOINT (.*)", dockerfile, re.MULTILINE)
+    command = [sys.executable, *json.loads(entry_point)[1:], "echo", "started"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("started\n", "")
 
 
 @pytest.mark.parametrize("module", ["pydantic", "pip"], ids=["imports", "requirements"])

@@ -209,7 +209,7 @@ def _plan(
     places = [str(place.parent) for place in named_places(job).values()]
     mounts = [str(root), *map(str, inputs.values()), *places, *options.mounts]
     around, before = container_words(runtime, job.image, mounts, gpus=bool(options.gpus_per_node or options.gres))
-    python = ["python3", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
+    python = ["python3", "-P", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
     script = batch_script(job, run, [*around], [*before, *python, "train"])
     variables = scheduled.host_variables(
         job,
