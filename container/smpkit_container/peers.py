@@ -199,7 +199,7 @@ def _receive(
     deadline = time.monotonic() + seconds
     with socket.create_server(("", port), backlog=len(topology.hosts)) as listener:
         listener.settimeout(_RETRY_SECONDS)
-        while missing := [host for index, host in enumerate(topology.hosts) if index and index not in guests]:
+        while missing := _missing(topology.hosts, guests):
             if time.monotonic() >= deadline:
                 for connection, _ in guests.values():
                     connection.close()
@@ -218,6 +218,12 @@ def _receive(
         with contextlib.suppress(OSError):  # one that is gone shows when it is heard
             connection.send_bytes(json.dumps(everybody).encode())
     return everybody, connections
+
+
+def _missing(hosts: Sequence[str], guests: Mapping[int, tuple[Connection, Facts]]) -> list[str]:
+    """Return the hosts that have not come, or else those that are gone again: who waits has nothing to say."""
+    missing = [host for index, host in enumerate(hosts) if index and index not in guests]
+    return missing or [hosts[index] for index, (connection, _) in guests.items() if connection.poll()]
 
 
 def _join(

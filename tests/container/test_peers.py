@@ -234,6 +234,27 @@ def test_hosts_that_count_their_ranks_differently_say_so() -> None:
     assert said == [message]
 
 
+def test_a_host_that_is_gone_while_others_are_awaited_may_come_again() -> None:
+    """As a pod that is evicted while nodes are added for the last ones: the job failed before its next pod came."""
+    names = ("localhost", "127.0.0.2", "127.0.0.3")
+    met: list[int] = []
+
+    def come(number: int, seconds: float) -> None:
+        with contextlib.suppress(LaunchError), meet(Topology(names, number, 1, "torchrun"), {}, seconds, port, TOKEN):
+            met.append(number)
+
+    with free_ports() as port:
+        first, third = (threading.Thread(target=come, args=(number, 30.0), daemon=True) for number in (0, 2))
+        first.start()
+        come(1, 1.0)  # and give up
+        third.start()
+        time.sleep(1)  # for the third one to come
+        come(1, 10.0)
+        first.join(60)
+        third.join(60)
+    assert sorted(met) == [0, 1, 2]
+
+
 @contextmanager
 def connected(index: int = 0, hosts: int = 2) -> Iterator[tuple[Peers, list[Connection]]]:
     """Yield what one host knows of the others, and the other ends of its connections."""
