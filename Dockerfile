@@ -23,8 +23,9 @@ RUN sh /tmp/smpkit-build/install.sh base
 COPY . /tmp/smpkit-build/source
 RUN sh /tmp/smpkit-build/install.sh smpkit && rm -rf /tmp/smpkit-build
 
-# Exec form: the launcher must be the first process itself, for that is the one that SIGTERM is sent to.
+# Exec form: the launcher must be the first process itself, for that is the one that SIGTERM is sent to. With -P, no
+# `json.py` among the sources, which lie in this folder, stands in its way.
 ENV PYTHONUNBUFFERED=1
 WORKDIR /opt/ml/code
-ENTRYPOINT ["python3", "-m", "smpkit_container"]
+ENTRYPOINT ["python3", "-P", "-m", "smpkit_container"]
 CMD ["train"]

@@ -8,8 +8,22 @@ Any other arguments are a command to run instead, so that `docker run IMAGE bash
 
 from __future__ import annotations
 
-import json
 import os
+import signal
+from types import FrameType
+
+
+def _stop_early(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    """End at SIGTERM as a stopped job does, until the launcher handles it: see `names.STOPPED`."""
+    os.write(2, b"Stopped before the ranks were started\n")
+    raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take a second: the first process of a container ignores SIGTERM without a handler.
+    signal.signal(signal.SIGTERM, _stop_early)
+
+import json
 import subprocess
 import sys
 import tarfile
@@ -237,6 +251,8 @@ def fetch_source(environment: Environment) -> None:
     submitted = str(environment.framework.get(SUBMIT_DIRECTORY) or "")
     code = environment.folders.code
     if code.is_dir() and any(code.iterdir()):
+        if submitted.startswith("s3://"):
+            os.write(2, f"note: {code} in the image holds files, which are used instead of {submitted}\n".encode())
         return
     if submitted.endswith(".tar.gz") and Path(submitted).is_file():  # a channel brought it, as there is no network
         unpack(Path(submitted), code)
@@ -276,6 +292,7 @@ def install_requirements(code: Path) -> None:
     if not requirements.is_file():
         return
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-r", str(requirements)]
+    os.write(2, f"Installing {requirements}\n".encode())  # it may take minutes
     try:
         done = subprocess.run(command, cwd=code, capture_output=True, text=True, timeout=_PIP_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,7 +185,11 @@ def count_gpus(environ: Mapping[str, str], command: tuple[str, ...] = ("nvidia-s
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except OSError:  # the tool is missing
+        return 0
+    except subprocess.SubprocessError as error:
+        words = getattr(error, "output", "") or error
+        sys.stderr.write(f"warning: no GPUs are used, as they cannot be counted: {' '.join(str(words).split())}\n")
         return 0
     gpus = [line.rpartition("UUID: ")[2].strip(" )") for line in done.stdout.splitlines() if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")

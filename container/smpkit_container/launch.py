@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
+from smpkit.config.mpi_options import exported_values
 from smpkit.config.wire import MPI_OPTIONS
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
@@ -57,15 +57,16 @@ def launch(
     outcome, news = job.run(extra)
     code, checkpoints = environment.code.resolve(), environment.checkpoints
     failure = explain(outcome, job.topology, code, job.timeouts, news, checkpoints, lost_code)
-    if failure is not None:
-        console.say(f"\n{failure.screen}")
-        write_failure(environment.folders.failure, failure.reason)
-        job.leave_summary(outcome, f"failed: {failure.reason.splitlines()[0]}")
-        return failure.exit_code
-    if outcome.stop_signal:
-        console.say(f"\n{stop_words(outcome, checkpoints)}")
-        job.leave_summary(outcome, "stopped")
-        return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else stopped_code
+    with _undisturbed():
+        if failure is not None:
+            console.say(f"\n{failure.screen}")
+            write_failure(environment.folders.failure, failure.reason)
+            job.leave_summary(outcome, f"failed: {failure.reason.splitlines()[0]}")
+            return failure.exit_code
+        if outcome.stop_signal:
+            console.say(f"\n{stop_words(outcome, checkpoints)}")
+            job.leave_summary(outcome, "stopped")
+            return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else stopped_code
     return 0
 
 
@@ -82,6 +83,7 @@ class _Launch:
             host = self.topology.host
             console.keep_logs(self._run, "" if self.topology.node_rank == 0 else host)
         self._environ = with_smdistributed(environment, environ, console)
+        self._mpi_options = str(environment.framework.get(MPI_OPTIONS) or "")
         self._token = job_token(environment)
 
     def run(self, extra: Sequence[str]) -> tuple[Outcome, News | None]:
@@ -101,15 +103,7 @@ class _Launch:
                     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="smpkit-ssh-"))
                     ssh = Ssh(Path(folder), place, port + 2)
                 facts = ssh.facts if ssh else {}
-                began = time.monotonic()
-                try:
-                    with _stoppable():
-                        peers = stack.enter_context(
-                            meet(self.topology, facts, self.timeouts.start, port + 1, self._token)
-                        )
-                except _Stopped:
-                    seconds = time.monotonic() - began
-                    return Outcome((), missing=(first,), stop_signal=signal.SIGTERM, seconds=seconds), None
+                peers = stack.enter_context(meet(self.topology, facts, self.timeouts.start, port + 1, self._token))
                 if not self.topology.interface:
                     self.topology = replace(self.topology, interface=interface_with(peers.own_address))
             program = self._program(extra)
@@ -126,9 +120,9 @@ class _Launch:
             def environ_of(rank: int, theirs: Mapping[str, str]) -> Mapping[str, str]:
                 if starter is None:
                     return {**self._environ, **variables, **self._torchrun_variables(rank)}
-                # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!), whose options may set some.
+                # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!), and those of its options.
                 own = {**self._environ, **variables} if starter.serves else variables
-                return {**theirs, **own, **mpi_rank_variables(theirs)}
+                return {**theirs, **own, **exported_values(self._mpi_options), **mpi_rank_variables(theirs)}
 
             try:
                 outcome = Host(
@@ -225,7 +219,7 @@ class _Launch:
             find_mpirun(environ.get("PATH")),
             self.topology,
             STAND_IN,
-            custom_options=str(self._environment.framework.get(MPI_OPTIONS) or ""),
+            custom_options=self._mpi_options,
             exported=sorted([ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]),
             environ=environ,
         )
@@ -292,18 +286,10 @@ def meeting_port(topology: Topology) -> Iterator[int]:
         yield int(reservation.getsockname()[1])
 
 
-class _Stopped(Exception):
-    """SIGTERM came while the hosts met."""
-
-
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Let SIGTERM end the wait for other hosts: the first process of a container ignores it without a handler."""
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        raise _Stopped
-
-    previous = signal.signal(signal.SIGTERM, stop)
+def _undisturbed() -> Iterator[None]:
+    """Ignore SIGTERM while the launcher tells how the ranks have ended: nothing is left to be stopped."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
     finally:

@@ -150,11 +150,12 @@ def meet(topology: Topology, facts: Facts, seconds: float, port: int, token: byt
     The first host listens at `port`. Whoever does not know the `token` is no host of the job. An error that ends the
     block is told to the other hosts.
     """
-    facts = {**facts, "name": topology.host}
+    facts = {**facts, "name": topology.host, "ranks": topology.processes_per_host}
     find = _receive if topology.node_rank == 0 else _join
     everybody, connections = find(topology, facts, seconds, port, token)
     peers = Peers(topology.node_rank, everybody, connections)
     try:
+        _check_ranks(everybody)
         yield peers
     except SmpkitError as error:
         peers.conclude(str(error))
@@ -162,6 +163,16 @@ def meet(topology: Topology, facts: Facts, seconds: float, port: int, token: byt
     finally:
         for connection in connections.values():
             connection.close()
+
+
+def _check_ranks(everybody: Sequence[Facts]) -> None:
+    """Refuse hosts that count their ranks differently, as where a GPU has failed: ranks would wait for each other."""
+    first, *others = everybody
+    different = [f"{host['name']} {host['ranks']}" for host in others if host["ranks"] != first["ranks"]]
+    if different:
+        what = f"{first['name']} would start {first['ranks']} ranks, but {', '.join(different[:5])}"
+        hint = "all hosts need as many GPUs; `processes_per_host` sets how many ranks each of them starts"
+        raise LaunchError(what, hint=hint)
 
 
 def _receive(
@@ -188,7 +199,7 @@ def _receive(
     deadline = time.monotonic() + seconds
     with socket.create_server(("", port), backlog=len(topology.hosts)) as listener:
         listener.settimeout(_RETRY_SECONDS)
-        while missing := [host for index, host in enumerate(topology.hosts) if index and index not in guests]:
+        while missing := _missing(topology.hosts, guests):
             if time.monotonic() >= deadline:
                 for connection, _ in guests.values():
                     connection.close()
@@ -207,6 +218,12 @@ def _receive(
         with contextlib.suppress(OSError):  # one that is gone shows when it is heard
             connection.send_bytes(json.dumps(everybody).encode())
     return everybody, connections
+
+
+def _missing(hosts: Sequence[str], guests: Mapping[int, tuple[Connection, Facts]]) -> list[str]:
+    """Return the hosts that have not come, or else those that are gone again: who waits has nothing to say."""
+    missing = [host for index, host in enumerate(hosts) if index and index not in guests]
+    return missing or [hosts[index] for index, (connection, _) in guests.items() if connection.poll()]
 
 
 def _join(

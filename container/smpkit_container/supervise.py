@@ -44,6 +44,8 @@ ADDRESS_VARIABLE = "SMPKIT_LAUNCHER"
 STAND_IN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("stand_in.py")))
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FOR_SCRIPTS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm sends them to all processes of a job, such as by `--signal=USR1@90`: scripts save, the launcher goes on."""
 _CHUNK_BYTES = 1 << 16
 _KEPT_OUTPUT_BYTES = 16384
 _KEPT_LINES = 20
@@ -622,7 +624,7 @@ def _signals() -> Iterator[socket.socket]:
     writer.setblocking(False)
     previous_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     # Keep SIG_IGN: nohup, background jobs.
-    noted = [n for n in (*_STOP_SIGNALS, signal.SIGCHLD) if signal.getsignal(n) is not signal.SIG_IGN]
+    noted = [n for n in (*_STOP_SIGNALS, *_FOR_SCRIPTS, signal.SIGCHLD) if signal.getsignal(n) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda *_: None) for number in noted}  # Python writes the number
     try:
         yield reader

@@ -25,9 +25,9 @@ _OFF_ANYWAY: Mapping[str, tuple[object, ...]] = {
 }
 """Arguments of AWS's debugger and profiler, which live in AWS's own images: accepted where they switch them off."""
 
+_VERSIONS = ("framework_version", "py_version", "pytorch_version", "transformers_version")
 _REFUSED: Mapping[str, str] = {
-    "framework_version": "give `image_uri`: smpkit chooses no image for you",
-    "py_version": "give `image_uri`: smpkit chooses no image for you",
+    **dict.fromkeys(_VERSIONS, "give `image_uri`: smpkit chooses no image for you"),
     "git_config": "clone the repository, and give `source_dir`",
     "model_uri": "make it a channel: `fit({'model': uri})`",
     "model_channel_name": "make it a channel: `fit({'model': uri})`",

@@ -5,6 +5,7 @@ SageMaker (`sagemaker`), Slurm (`slurm`), Kubernetes (`kubernetes`) and AWS Batc
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import time
@@ -217,6 +218,19 @@ def refuse(problems: Iterable[Problem], where: str) -> None:
         first.setdefault(problem.path, problem)
     if first:
         raise ConfigError(list(first.values()), subject=f"job for {where}")
+
+
+class NotStartedInterrupt(KeyboardInterrupt):
+    """Ctrl-C came before the job was sent: it was not started."""
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Tell a Ctrl-C while sources are copied or uploaded, which may take minutes, from one while a job is sent."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise NotStartedInterrupt from None
 
 
 def in_doubt(error: SmpkitError, name: str) -> UnreachableError:

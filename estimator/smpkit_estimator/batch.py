@@ -32,6 +32,7 @@ from smpkit_estimator.backend import (
     Query,
     base_name,
     in_doubt,
+    preparing,
     refuse,
     tried,
     unique_name,
@@ -112,7 +113,8 @@ class AwsBatch:
         began, queue = self.clock.now(), str(sent.job.backend.batch.queue)
         if self._find(plan.name, [queue]) is not None:
             raise UsageError(f"there is a job `{plan.name}` already", hint="`--name` gives another name")
-        self._upload(sent)
+        with preparing():
+            self._upload(sent)
         try:
             answer = self._start(plan.name, queue, sent, began)
         except UnreachableError:

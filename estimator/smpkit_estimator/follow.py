@@ -127,7 +127,7 @@ def follow(
             quiet_limit *= 2
         backend.clock.sleep(backend.pace)
         quiet += backend.pace
-    for rest in _last_lines(backend, log, name):
+    for rest in _last_lines(backend, patience, log, name):
         if isinstance(rest, Notice) or wanted(rest):
             chosen += isinstance(rest, LogLine)
             yield rest
@@ -135,14 +135,19 @@ def follow(
         yield _nothing(wanted, since, status)
 
 
-def _last_lines(backend: Backend, log: Iterator[list[LogLine]], name: str) -> Iterator[LogLine | Notice]:
+def _last_lines(
+    backend: Backend, patience: Patience, log: Iterator[list[LogLine]], name: str
+) -> Iterator[LogLine | Notice]:
     """Read on after the job has ended, until no more lines arrive."""
-    silent = 0
-    for _ in range(_MAX_LAST_READS):
+    reads = silent = 0
+    while reads < _MAX_LAST_READS:
         backend.clock.sleep(backend.pace)
-        lines = next(log)
+        lines = patience.ask(lambda: next(log))
+        if lines is None:
+            yield from patience.notices()
+            continue
         yield from lines
-        silent = 0 if lines else silent + 1
+        reads, silent = reads + 1, 0 if lines else silent + 1
         if silent == 2:
             return
     yield Notice(f"lines still come in; `smpkit logs {name}` shows the rest later", warning=True)

@@ -157,9 +157,9 @@ def not_for_sagemaker(job: JobConfig, *, dry: bool) -> Iterator[Problem]:
         yield Problem(("image",), message, "`<account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>`")
     if job.role is None and not dry:
         yield Problem(("role",), "is required for a managed job", "the IAM role that SageMaker takes, by name or ARN")
-    if job.compute.is_local:
+    if job.compute.instance_type in ("local", "local_gpu"):  # as SDK v2 calls it
         hint = "set it to an instance type such as `ml.p4d.24xlarge`, or use `smpkit run`"
-        yield Problem(("compute", "instance_type"), "is `local`, which is this machine", hint)
+        yield Problem(("compute", "instance_type"), f"is `{job.compute.instance_type}`, which is this machine", hint)
     yield from _folders_here(job)
     yield from _out_of_reach(job)
 

@@ -37,6 +37,7 @@ from smpkit_estimator.backend import (
     Query,
     base_name,
     check_name,
+    preparing,
     refuse,
     run_below,
     tried,
@@ -124,10 +125,11 @@ class SageMaker:
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: TrainingPlan = plan.payload
-        self.cloud.upload_sources(sent.sources, sent.packed, str(sent.source), sent.kms_key)
-        if sent.token is not None:
-            # Drawn here and never kept: not in the plan that is shown, nor on this machine.
-            self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
+        with preparing():
+            self.cloud.upload_sources(sent.sources, sent.packed, str(sent.source), sent.kms_key)
+            if sent.token is not None:
+                # Drawn here and never kept: not in the plan that is shown, nor on this machine.
+                self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
         try:
             arn = self._start(sent.body)
         except UnreachableError:

@@ -49,6 +49,7 @@ def start(
     as_json: bool,
 ) -> int:
     """Start a job that was planned, print its name, and follow it if asked; or print what would be sent."""
+    from smpkit_estimator.backend import NotStartedInterrupt
     from smpkit_estimator.job import Job
 
     console = _console.current()
@@ -61,6 +62,9 @@ def start(
     job = Job(plan.name, backend)
     try:
         result = backend.submit(plan)
+    except NotStartedInterrupt:
+        console.note(f"\n`{job.name}` was not started")
+        raise
     except KeyboardInterrupt:  # its name was not printed yet
         console.note(f"\n`{job.name}` was being started, and may have been")
         console.hint(f"`smpkit status {job.name}` tells, `smpkit stop {job.name}` stops it")

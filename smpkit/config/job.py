@@ -194,6 +194,10 @@ _ONLY_IN_S3 = (
 class Checkpoints(UriSection):
     """Where checkpoints are kept, so that an interrupted job goes on."""
 
+    hints: ClassVar[Mapping[str, str]] = {
+        "uri": "name one in S3; or, where the script saves to a file system that is mounted, remove the local path"
+    }
+
     uri: Location
     """A folder, relative to the job file, or an S3 URI."""
 

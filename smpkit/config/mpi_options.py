@@ -87,6 +87,12 @@ def merged(defaults: Iterable[Option], custom: Sequence[Option], environ: Mappin
     return [option for option in defaults if option.key not in taken and not _set_in(environ, option)] + list(custom)
 
 
+def exported_values(text: str) -> dict[str, str]:
+    """Return the variables to which a user's options give a value, for all ranks: `-x OMP_NUM_THREADS=4`."""
+    exported = [word for option in parse_custom_options(text) if option.name == "x" for word in option.words[1:2]]
+    return dict(word.split("=", 1) for word in exported if "=" in word)
+
+
 def _grouped(words: Sequence[str]) -> Iterator[Option]:
     """Yield each option with its values; values of an option unknown to us are the words up to the next dash."""
     position = 0

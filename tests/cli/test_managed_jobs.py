@@ -15,6 +15,7 @@ import yaml
 
 from smpkit.cli.options import BackendChoice
 from smpkit.config.wire import TOKEN_FILE
+from smpkit_estimator.aws import Cloud
 from smpkit_estimator.sagemaker import SageMaker
 from tests.aws import SESSION, Aws, Line, Script, aws
 from tests.cli.conftest import Smpkit
@@ -430,6 +431,22 @@ def test_ctrl_c_while_a_job_is_started_tells_its_name(
     assert (result.exit_code, result.stdout) == (130, "")
     assert "`next` was being started, and may have been" in result.stderr
     assert "`smpkit stop next` stops it" in result.stderr
+
+
+def test_ctrl_c_during_the_upload_says_that_no_job_was_started(
+    use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aws = use()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Cloud, "upload", interrupted)
+    result = smpkit("submit", "job.yaml", "--name", "next")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "`next` was not started" in result.stderr
+    assert "may have been" not in result.stderr
+    assert not aws.calls["CreateTrainingJob"]
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,11 @@ def listed(text: str) -> tuple[str, ...]:
     return ("printf", text.replace("%", "%%"))
 
 
-def test_a_machine_without_the_drivers_tool_has_no_gpus() -> None:
+def test_a_machine_without_the_drivers_tool_has_no_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert count_gpus({}, ("no-such-tool-anywhere",)) == 0
-    assert count_gpus({}, ("false",)) == 0
+    assert capsys.readouterr().err == ""
+    assert count_gpus({}, ("sh", "-c", "echo NVIDIA-SMI has failed; exit 9")) == 0
+    assert "no GPUs are used, as they cannot be counted: NVIDIA-SMI has failed" in capsys.readouterr().err
     assert count_cpus() >= 1
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,37 @@ def test_the_program_tells_bad_files_and_leaves_the_reason(tmp_path: Path, capsy
 def test_the_program_becomes_any_other_command() -> None:
     command = [sys.executable, "-m", "smpkit_container", "echo", "--", "as", "it is"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "-- as it is\n"
+
+
+def test_modules_of_the_sources_are_not_taken_for_python_s(tmp_path: Path) -> None:
+    """The image's working folder is that of the sources."""
+    (tmp_path / "json.py").write_text("raise SystemExit('of the sources')")
+    dockerfile = resources.files("smpkit_container").joinpath("Dockerfile").read_text()
+    [entry_point] = re.findall(r"^ENTRYPOINT (.*)", dockerfile, re.MULTILINE)
+    command = [sys.executable, *json.loads(entry_point)[1:], "echo", "started"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("started\n", "")
+
+
+@pytest.mark.parametrize("module", ["pydantic", "pip"], ids=["imports", "requirements"])
+def test_a_stop_before_the_ranks_are_started_ends_the_launcher_and_what_it_started(tmp_path: Path, module: str) -> None:
+    """The first process of a container does not get SIGTERM without a handler: it went on, until it was killed."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "requirements.txt").touch()
+    (tmp_path / "first").mkdir()
+    os.mkfifo(tmp_path / "pid")
+    slow = f"import os, time\nopen('{tmp_path}/pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    (tmp_path / "first" / f"{module}.py").write_text(slow)
+    host = {"SMPKIT_BASE_DIR": str(tmp_path), "SMPKIT_HOSTS": "n1", "SLURM_NODEID": "0"}
+    environ = {**os.environ, **host, "PYTHONPATH": f"{tmp_path / 'first'}:{os.environ['PYTHONPATH']}"}
+    command = [sys.executable, "-m", "smpkit_container", "train"]
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        started = int((tmp_path / "pid").read_text())
+        process.terminate()
+        assert process.communicate()[1].endswith("Stopped before the ranks were started\n")
+    assert process.returncode == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(started, 0)
 
 
 def test_a_command_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:

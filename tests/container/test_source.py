@@ -88,12 +88,15 @@ def test_no_bit_of_an_archive_may_be_another(tmp_path: Path) -> None:
     assert (tmp_path / "code" / "data").read_bytes() == content
 
 
-def test_code_that_is_there_is_left_alone(tmp_path: Path) -> None:
+def test_code_that_is_there_is_left_alone_and_said_to_be_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     framework = {"sagemaker_submit_directory": "s3://nowhere/source.tar.gz"}
     fetch_source(Environment(Folders(tmp_path), framework=framework))
     assert [path.name for path in (tmp_path / "code").iterdir()] == ["train.py"]
+    assert "which are used instead of s3://nowhere/source.tar.gz" in capfd.readouterr().err
 
 
 def test_requirements_that_cannot_be_met_end_with_pip_s_words(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_the_image_holds_no_keys_and_runs_other_commands(image: str) -> None:
 
 def test_a_container_without_a_job_says_what_is_missing(image: str) -> None:
     """SageMaker's SDK v3 replaces the entry point by a command of its own; ours is the same program then."""
-    for words in ([image, "train"], ["--entrypoint", "python3", image, "-m", "smpkit_container", "train"]):
+    for words in ([image, "train"], ["--entrypoint", "python3", image, "-P", "-m", "smpkit_container", "train"]):
         done = subprocess.run(["docker", "run", "--rm", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert "the job names no entry point" in done.stderr

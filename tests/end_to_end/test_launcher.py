@@ -359,6 +359,13 @@ def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
     assert done.err.startswith("SIGTERM: asked 2 ranks to end, waiting at most 110 s")
 
 
+def test_a_signal_for_scripts_does_not_end_the_launcher(make_mpi_job: MakeJob) -> None:
+    """Slurm sends those of `--signal=USR1@90` to all processes of a job: the launcher took its ranks with it."""
+    warn = "import signal\nfor each in (signal.SIGUSR1, signal.SIGUSR2): os.kill(os.getppid(), each)\n"
+    done = make_mpi_job(RANK + warn + "time.sleep(0.5)\nprint('on')\n").run()
+    assert (done.code, sorted(done.out.splitlines())) == (0, ["[rank 0] on", "[rank 1] on"]), done.err
+
+
 def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> None:
     done = make_mpi_job(RANK + READY + "time.sleep(600)\n").stopped_by(signal.SIGTERM)
     assert done.code == 143
@@ -410,6 +417,13 @@ def test_custom_mpi_options_work(make_mpi_job: MakeJob, options: str) -> None:
     done = make_mpi_job("print('hello')", hyperparameters={OPTIONS: options}).run()
     assert done.code == 0, done.err
     assert done.lines(0) == done.lines(1) == ["hello"]
+
+
+def test_a_variable_that_an_mpi_option_sets_goes_before_ours(make_mpi_job: MakeJob) -> None:
+    options = "-x OMP_NUM_THREADS=7 -x NCCL_SOCKET_IFNAME=^docker0,lo -x EMPTY="
+    shown = "print(*map(os.environ.get, ['OMP_NUM_THREADS', 'NCCL_SOCKET_IFNAME', 'EMPTY']), sep=';')"
+    done = make_mpi_job(RANK + shown, hyperparameters={OPTIONS: options}).run()
+    assert done.lines(0) == done.lines(1) == ["7;^docker0,lo;"], done.err
 
 
 def test_contradicting_mpi_options_are_refused_before_the_start(make_mpi_job: MakeJob) -> None:

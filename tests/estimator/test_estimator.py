@@ -43,6 +43,12 @@ def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, argumen
         ({"instance_count": 0}, "instance_count: must be at least 1, got 0"),
         ({"instance_cuont": 2}, "instance_cuont: unknown argument\n    hint: did you mean `instance_count`?"),
         ({"framework_version": "2.0"}, "framework_version: has no meaning here"),
+        ({"transformers_version": "4.17"}, "transformers_version: has no meaning here\n    hint: give `image_uri`"),
+        # As AWS's notebooks of SMP v1 have it with FSx: SDK v2 drops it without a word.
+        (
+            {"checkpoint_local_path": "/opt/ml/input/data/train"},
+            "checkpoint_s3_uri: is required\n    hint: name one in",
+        ),
         ({"live_output": True}, "hint: write to `checkpoint_s3_uri`, which SageMaker uploads while the job runs"),
         ({"debugger_hook_config": True}, "debugger_hook_config: can only be switched off"),
         ({"use_spot_instances": True, "max_run": 100, "max_wait": 50}, "max_wait: must be at least"),
@@ -82,7 +88,7 @@ def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator
     estimator = make(
         image_uri=None,
         role=None,
-        instance_type="local",
+        instance_type="local_gpu",
         output_path="out",
         checkpoint_s3_uri="here",
         environment={"A": "x" * 600},
@@ -90,6 +96,7 @@ def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator
     )
     with pytest.raises(ConfigError) as caught:
         estimator.fit("data")
+    assert "instance_type: is `local_gpu`, which is this machine" in str(caught.value)
     places = [problem.where for problem in caught.value.problems]
     assert places == [
         *("image_uri", "role", "instance_type", "inputs.training.uri", "output_path", "checkpoint_s3_uri"),

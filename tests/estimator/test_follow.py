@@ -181,6 +181,8 @@ def test_a_network_that_comes_back_is_waited_for(make: MakeEstimator, aws: Aws) 
     found = list(job.logs(follow=True))
     assert texts(found) == [f"line {number}" for number in range(100)]
     assert sum("the job goes on" in text for text in notices(found)) == 2
+    aws.fail("DescribeLogStreams", cut, times=10, after=1)  # once the job is seen to be over
+    assert texts(job.logs(follow=True)) == [f"line {number}" for number in range(100)]
 
 
 def test_a_network_that_stays_away_is_told(make: MakeEstimator, aws: Aws) -> None:

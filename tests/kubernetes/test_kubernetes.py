@@ -100,7 +100,7 @@ def test_manifests_with_every_option_fit_the_published_schema(user: User) -> Non
     assert (spec["activeDeadlineSeconds"], spec["backoffLimitPerIndex"]) == (3600, 5)
     assert pod["terminationGracePeriodSeconds"] == 310
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert pod["containers"][0]["command"] == ["python3", "-m", "smpkit_container", "train"]
+    assert pod["containers"][0]["command"] == ["python3", "-P", "-m", "smpkit_container", "train"]
     places = next(json.loads(each["value"]) for each in pod["containers"][0]["env"] if each["name"] == "SMPKIT_PLACES")
     assert places["checkpoints"] == "/nfs/checkpoints"
     assert places["input/data/train"] == "/data/c4"

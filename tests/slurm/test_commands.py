@@ -219,7 +219,7 @@ def test_a_lost_answer_starts_no_second_job(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (KeyboardInterrupt(), "interrupted"),
+        (KeyboardInterrupt(), "`other` was not started"),
         (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
     ],
     ids=["Ctrl-C", "full disk"],

@@ -175,6 +175,17 @@ def test_scancel_gives_ranks_the_clusters_time_to_save(user: User) -> None:
 
 
 @pytest.mark.slow
+def test_a_warning_before_the_time_limit_reaches_the_script_and_does_not_end_the_launcher(user: User) -> None:
+    """`#SBATCH --signal=USR1@90` of many scripts (Lightning's, submitit's): Slurm sends it to all of a step."""
+    user.write(WAITS.replace("SIGTERM", "SIGUSR1"))
+    job_id = json.loads(user.run("submit", "job.yaml", "--name", "warned", "--json").stdout)["id"]
+    user.until(lambda: user.log("warned").count("ready") == 2, "both ranks")
+    user.cluster.ask("scancel", "--signal=USR1", job_id)
+    user.run("status", "warned", "--watch")
+    assert user.log("warned").count("saved") == 2
+
+
+@pytest.mark.slow
 def test_a_job_that_waits_is_stopped_at_once(user: User) -> None:
     user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 60")
     user.write(WAITS)

@@ -207,7 +207,7 @@ def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: It
     return {
         "name": CONTAINER,
         "image": job.image,
-        "command": ["python3", "-m", "smpkit_container", "train"],
+        "command": ["python3", "-P", "-m", "smpkit_container", "train"],
         "workingDir": _BASE,
         "env": [*plain, *hidden],
         "resources": {"requests": amounts, "limits": amounts} if any(amounts.values()) else None,

@@ -26,7 +26,8 @@ def main() -> None:
         sys.exit(f"error: {_MISSING}\nhint: install it there with `pip install 'smpkit[torch]'`")
     if sys.argv[1:] != ["check"]:
         os.environ.update(_missing_hyperparameters())
-        os.execv(sys.executable, [sys.executable, "-m", "smpkit_container", "train"])  # noqa: S606  no shell is wanted
+        # Not from the present folder, which is that of the sources: a `json.py` there would stand in the way.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "smpkit_container", "train"])  # noqa: S606  no shell
 
 
 def _missing_hyperparameters() -> dict[str, str]:

@@ -32,6 +32,7 @@ from smpkit_estimator.backend import (
     Query,
     base_name,
     in_doubt,
+    preparing,
     refuse,
     run_below,
     tried,
@@ -97,7 +98,8 @@ class SlurmCluster:
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
-        make_run(run, self.clock.now())
+        with preparing():
+            make_run(run, self.clock.now())
         try:
             number = self._sent(run.folder)
         except UnreachableError:
@@ -207,7 +209,7 @@ def _plan(
     places = [str(place.parent) for place in named_places(job).values()]
     mounts = [str(root), *map(str, inputs.values()), *places, *options.mounts]
     around, before = container_words(runtime, job.image, mounts, gpus=bool(options.gpus_per_node or options.gres))
-    python = ["python3", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
+    python = ["python3", "-P", "-m", "smpkit_container"] if around or before else module_command("smpkit_container")
     script = batch_script(job, run, [*around], [*before, *python, "train"])
     variables = scheduled.host_variables(
         job,
