@@ -49,11 +49,6 @@ def test_a_cpu_has_no_streams_and_no_events() -> None:
         assert torch.ones(2).sum() == 2
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_accelerators_are_asynchronous(kind: str) -> None:
-    assert devices.is_asynchronous(torch.device(kind))
-
-
 # --- which device -----------------------------------------------------------------------------------------------------
 
 

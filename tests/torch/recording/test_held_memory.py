@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import smpkit.torch as smp
 from smpkit.observe.events import MemorySample, read_events
 from smpkit.torch.recording import recorder
-from smpkit.torch.recording.held_memory import HeldMemory
 from tests.torch.steps import train_step
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 256, 64, 4, 2
@@ -62,31 +59,6 @@ def test_what_is_held_is_what_tensors_and_autograd_hold(tmp_path: Path, monkeypa
     most = max(each.activations for each in found)
     assert saved <= most <= 3 * saved, "activations grow to what autograd saves"
     assert found[-1].activations < BOUNDARY_BYTES, "and go with backward"
-
-
-class Seen(TorchFunctionMode):
-    """Notes the functions of torch that are called in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.functions.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.usefixtures("world")
-def test_a_measurement_asks_nothing_of_tensors_under_the_modes_of_a_step() -> None:
-    # The mode that gives operations between units their random numbers is Python, and there are many parameters.
-    smp.init({})
-    smp.DistributedModel(Layer())
-    memory = HeldMemory()
-    memory.begin_step()
-    with Seen() as seen:
-        memory.now()
-    assert seen.functions == []
-    smp.shutdown()
 
 
 @pytest.mark.usefixtures("world")

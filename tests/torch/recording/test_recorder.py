@@ -109,6 +109,13 @@ def train(degree: int, steps: int = 2) -> None:
     smp.shutdown()
 
 
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which this process records."""
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks, some steps of 1F1B in which computing is sleeping."""
@@ -169,20 +176,17 @@ def test_without_a_pipeline_microbatches_and_reduction_are_recorded(tmp_path: Pa
     assert trace_problems(chrome_trace(run)) == []
 
 
-def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+def test_a_step_that_fails_leaves_a_mark_and_no_step(events: Path) -> None:
     smp.init({"microbatches": 1})
     with pytest.raises(ValueError, match="boo"):
         failing_step(smp.DistributedModel(nn.Linear(2, 2)), torch.ones(1, 2))
     smp.shutdown()
-    log = read_events(tmp_path / "events_0.jsonl")
+    log = read_events(events / "events_0.jsonl")
     assert [event.name for event in log.events if isinstance(event, Mark)] == ["ValueError in step 0"]
 
 
-def test_a_full_disk_ends_the_record_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+@pytest.mark.usefixtures("events")
+def test_a_full_disk_ends_the_record_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
     smp.init({"microbatches": 1})
     recording = recorder.current_recorder()
     assert recording is not None
@@ -202,13 +206,12 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
 
 
 def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = DeviceClock()
     monkeypatch.setattr(recorder, "time", clock)
     monkeypatch.setattr(devices, "record_event", clock.record_event)
     monkeypatch.setattr(devices, "wait_for_stream", clock.wait_for_stream)
-    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
     smp.init({"microbatches": MICROBATCHES})
     model = smp.DistributedModel(Worker(clock.launch))
     train_step(model, torch.ones(MICROBATCHES, WIDTH))
@@ -218,9 +221,9 @@ def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_
     launches = ["forward", "backward"] * MICROBATCHES
     # Before a step, for what came before it; the one that fails waits for nothing at its end.
     assert clock.told == ["the host waits", *launches, "the host waits", "the host waits"]
-    step = executed_step(read_run(tmp_path), 0)
+    step = executed_step(read_run(events), 0)
     assert str(step.executed.schedule) == "rank 0: F0 B0 F1 B1 F2 B2 F3 B3"
-    spans = [event for event in read_events(tmp_path / "events_0.jsonl").events if isinstance(event, ActionSpan)]
+    spans = [event for event in read_events(events / "events_0.jsonl").events if isinstance(event, ActionSpan)]
     assert len(spans) == 2 * MICROBATCHES
     at_ns = spans[0].start_ns
     for span in spans:  # one follows the other, though the host was done with all of them at once
@@ -228,7 +231,7 @@ def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_
         at_ns += round((LAUNCHED if span.kind == "F" else 2 * LAUNCHED) * 1e9)
         assert span.end_ns == pytest.approx(at_ns, abs=1e5)
     assert step.step_seconds == pytest.approx(3 * MICROBATCHES * LAUNCHED, abs=1e-4)
-    assert trace_problems(chrome_trace(read_run(tmp_path))) == []
+    assert trace_problems(chrome_trace(read_run(events))) == []
 
 
 def test_nothing_is_written_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +264,8 @@ def recording() -> recorder.Recorder:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", ""])
-def test_a_limit_that_is_no_number_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+@pytest.mark.usefixtures("events")
+def test_a_limit_that_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recorder.EVENTS_STEPS, text)
     with pytest.raises(ConfigError, match="SMPKIT_EVENTS_STEPS"):
         smp.init({"microbatches": 1})
