@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 import sys
@@ -19,7 +20,7 @@ import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
 from tests.models import WIDTH, Case, block, mse_step, vectors
 from tests.ranks import run_ranks
-from tests.torch.steps import error_of, on_ranks
+from tests.torch.steps import error_of, evaluate, on_ranks, over_ranks
 from tests.train import Way, batch, build, same, training
 
 # --- what the other ranks pass ----------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def noise_step(model: Any, x: Tensor) -> Tensor:
     return functional.mse_loss(model(x + noise), noise)
 
 
-def evaluate(way: Way) -> Tensor:
+def noise_losses(way: Way) -> Tensor:
     with training(CASE, way) as trained, torch.no_grad():
         torch.manual_seed(smp.pp_rank())
         trained.model.eval()
@@ -122,8 +123,8 @@ def evaluate(way: Way) -> Tensor:
 
 def test_all_ranks_draw_in_an_evaluation_what_rank_0_draws() -> None:
     # The loss compared one noise with another.
-    expected = run_ranks(evaluate, 1, ONE_RANK) * 2
-    torch.testing.assert_close(run_ranks(evaluate, 2, replace(ONE_RANK, pipeline=2)), expected)
+    expected = run_ranks(noise_losses, 1, ONE_RANK) * 2
+    torch.testing.assert_close(run_ranks(noise_losses, 2, replace(ONE_RANK, pipeline=2)), expected)
 
 
 # --- what a rank lacks ------------------------------------------------------------------------------------------------
@@ -206,3 +207,41 @@ def test_a_batch_that_needs_gradients_is_refused_where_it_would_get_none() -> No
         step(model, encoder(x).requires_grad_(True), y)
     message = error_of(lambda: step(model, {"x": encoder(x), "more": [y]}))
     assert f"a tensor of shape [8, {WIDTH}] that needs gradients was passed to the step `any_step`" in message
+
+
+# --- how inputs and outputs lie in memory -----------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Gives its input to a unit of either rank, and returns what lies in memory the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.near, self.far = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.far(self.first(x) + self.near(x)) + self.far(x)
+        return y.t().contiguous().t()
+
+
+@on_ranks(2)
+def test_inputs_and_outputs_lie_alike_on_all_ranks() -> None:
+    """Ranks that know other kinds of arguments than the others wait for them for ever."""
+    torch.manual_seed(3)
+    module = Turned()
+    plain = copy.deepcopy(module)
+    wrapped, text = over_ranks(module, {module.far: 1}, microbatches=2), torch.randn(8, 2 * WIDTH)
+    turned = torch.randn(WIDTH, 4).t()
+    for first, own in (
+        (text[:4, :WIDTH].clone(), None),
+        (text[:4, :WIDTH], None),  # with gaps, as `tokens[:, :-1]` has
+        (turned, None),
+        (turned, torch.zeros(4, WIDTH)),  # of the other rank, whose contents nobody looks at, nor how they lie
+        (text[:2, :WIDTH], None),  # microbatches of one row
+    ):
+        with torch.no_grad():
+            returned = evaluate(wrapped, first if own is None or smp.pp_rank() == 0 else own).outputs
+            wanted = [plain(part) for part in first.clone().chunk(2)]
+        assert smp.pp_rank() > 0 or all(map(torch.equal, returned, wanted))
+        strides = [output.stride() for output in returned]
+        assert smp.allgather(strides, smp.CommGroup.PP_GROUP) == [strides] * 2

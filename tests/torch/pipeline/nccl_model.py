@@ -10,8 +10,8 @@ and what each GPU starts next is drawn by dice, so a seed repeats a run. A run i
 - Between two ranks, the first send of a communicator's meets the first receive, and so on.
 - All streams of a GPU run side by side.
 
-The code under test talks to `World.devices()` in place of `smpkit.torch.core.devices`, and to groups that `World.group`
-and `World.hosts` make.
+The code under test talks to `World.devices()` in place of `smpkit.torch.core.devices`, and to groups of `Hosts` and of
+`Gpus`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Stream:
 @dataclass(eq=False)
 class _Wait:
     event: Event
+    name = "an event"
 
 
 @dataclass(eq=False)
@@ -153,12 +154,8 @@ class _Device:
         next(stream for stream in self.streams if stream.queue and stream.queue[0] is half).queue.popleft()
 
     def __str__(self) -> str:
-        heads = [f"{stream.name}: {_text(stream.queue[0])}" for stream in self.streams if stream.queue]
+        heads = [f"{stream.name}: {stream.queue[0].name}" for stream in self.streams if stream.queue]
         return f"GPU {self.rank} has before it {'; '.join(heads) or 'nothing'}"
-
-
-def _text(item: Any) -> str:
-    return "an event" if isinstance(item, _Wait) else str(item.name)
 
 
 @dataclass
@@ -187,10 +184,10 @@ class World:
         self._back = threading.Semaphore(0)
         self._here = threading.local()
         self._ended = False
-        self._channels: defaultdict[tuple[str, int, int], _Channel] = defaultdict(_Channel)
+        self.channels: defaultdict[tuple[str, int, int], _Channel] = defaultdict(_Channel)
         self.asked: defaultdict[tuple[int, int, int], deque[_Letter]] = defaultdict(deque)
         """By sender, receiver and tag, the receives that have begun."""
-        self._mail: defaultdict[tuple[int, int, int], deque[_Letter]] = defaultdict(deque)
+        self.mail: defaultdict[tuple[int, int, int], deque[_Letter]] = defaultdict(deque)
         # How often hosts, messages between them and GPUs get on: one may be far ahead of the others.
         self._paces = [self.dice.choice((1, 4, 20)) for _ in range(3)]
 
@@ -231,14 +228,6 @@ class World:
     def compute(self, run: Callable[[], None], name: str) -> None:
         """Give something to the current stream."""
         self.gpu.current.queue.append(_Kernel(run, name))
-
-    def hosts(self, rank: int) -> Any:
-        """Return a group that carries messages between hosts, as gloo does."""
-        return _Hosts(self, rank)
-
-    def group(self, rank: int, name: str) -> Any:
-        """Return a group that carries messages between GPUs, as nccl does."""
-        return _Group(self, rank, name)
 
     @contextmanager
     def devices(self) -> Iterator[None]:
@@ -315,7 +304,7 @@ class World:
         choices: list[tuple[int, Callable[[], object]]] = []
         moves = [move for gpu in self.gpus for move in gpu.moves()]
         hosts = [rank for rank in self._ranks if not rank.is_over and rank.can_go()]
-        channels = [key for key, letters in self._mail.items() if letters and self.asked[key]]
+        channels = [key for key, letters in self.mail.items() if letters and self.asked[key]]
         if hosts:
             choices.append((self._paces[0], lambda: self._resume(self.dice.choice(hosts))))
         if channels:
@@ -336,16 +325,10 @@ class World:
         if rank.error is not None:
             raise rank.error
 
-    def post(self, key: tuple[int, int, int], letter: _Letter) -> None:
-        self._mail[key].append(letter)
-
     def _deliver(self, key: tuple[int, int, int]) -> None:
-        sent, asked = self._mail[key].popleft(), self.asked[key].popleft()
+        sent, asked = self.mail[key].popleft(), self.asked[key].popleft()
         asked.content.view(-1).view(torch.uint8).numpy()[:] = sent.content.view(-1).view(torch.uint8).numpy()
         sent.is_over = asked.is_over = True
-
-    def channel(self, name: str, source: int, target: int) -> _Channel:
-        return self._channels[name, source, target]
 
 
 @dataclass(eq=False)
@@ -356,8 +339,8 @@ class _Letter:
     is_over: bool = False
 
 
-class _Hosts:
-    """A group between hosts: the messages of a tag arrive in order, others in any."""
+class Hosts:
+    """A group between hosts, as gloo's: the messages of a tag arrive in order, others in any."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world = world
@@ -368,7 +351,7 @@ class _Hosts:
 
     def send(self, tensors: Sequence[torch.Tensor], target: int, tag: int) -> _Work:
         letter = _Letter(tensors[0])
-        self._world.post((self._rank, target, tag), letter)
+        self._world.mail[self._rank, target, tag].append(letter)
         return _Work(lambda: self._world.wait(lambda: letter.is_over, f"rank {target} to take a message"))
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> _Work:
@@ -385,8 +368,8 @@ class _Work:
         self._wait()
 
 
-class _Group:
-    """A group between GPUs: a communicator, and a stream on each GPU, for each pair of ranks."""
+class Gpus:
+    """A group between GPUs, as nccl's: a communicator, and a stream on each GPU, for each pair of ranks."""
 
     def __init__(self, world: World, rank: int, name: str) -> None:
         self._world = world
@@ -408,7 +391,7 @@ class _Group:
             self._streams[peer] = Stream(f"{self._name} with rank {peer}")
             gpu.streams.append(self._streams[peer])
         stream = self._streams[peer]
-        channel = world.channel(self._name, source, target)
+        channel = world.channels[self._name, source, target]
         halves = channel.sends if sends else channel.receives
         name = f"send {len(halves)} to rank {target}" if sends else f"receive {len(halves)} of rank {source}"
         half = _Half(name, gpu, memory, sends, channel, len(halves))

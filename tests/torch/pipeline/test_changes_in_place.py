@@ -27,37 +27,63 @@ EVENLY = Way(pipeline=2, placement=-1, **SHORT)
 """The first half of a model's units on the first rank, the other on the second."""
 
 
-class Changes(nn.Module):
-    """Changes its input in place."""
+class Does(nn.Module):
+    """Does with its input, its weight and what else it is given as a function says."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5)  # which needs no input for its gradient, so that others may change it again
-        return x + self.weight
-
-
-class Shifts(nn.Module):
-    """Leaves its input alone, and keeps nothing of it, so that it may be changed."""
-
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return self.function(x, self.weight, *more)
+
+
+class DoesLater(Does):
+    """Does so from its second call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x, *more) if self.calls > 1 else shift(x, self.weight)
+
+
+def shift(x: Tensor, weight: Tensor) -> Tensor:
+    """Leave the input alone, and keep nothing of it, so that it may be changed."""
+    return x + weight
+
+
+def change(x: Tensor, weight: Tensor) -> Tensor:
+    x.mul_(0.5)  # which needs no input for its gradient, so that others may change it again
+    return x + weight
+
+
+def detach(x: Tensor, weight: Tensor) -> Tensor:
+    """Cut the input off, after using it."""
+    result = shift(x, weight)
+    x.detach_()
+    return result
+
+
+def average(x: Tensor, weight: Tensor, mean: Tensor) -> Tensor:
+    """Keep a mean of inputs in a parameter that is given."""
+    with torch.no_grad():
+        mean.mul_(0.9).add_(x.mean(0))
+    return x * weight
+
+
+def view(x: Tensor, _: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 class Between(nn.Module):
     """Does something with what the first unit has made, with the others at hand, and goes on with it."""
 
-    def __init__(self, what: str, middle: Callable[[], nn.Module]) -> None:
+    def __init__(self, what: str, far: Callable[..., Tensor], kind: type[Does]) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.near = Changes()
-        self.far = middle()
+        self.near, self.far = Does(change), kind(far)
         self.last = nn.Linear(WIDTH, WIDTH)
         self.what = what
 
@@ -65,8 +91,10 @@ class Between(nn.Module):
         return self.last(ACTS[self.what](self, self.first(x)))
 
 
-def between(what: str, middle: Callable[[], nn.Module] = Changes) -> Case:
-    return Case(functools.partial(Between, what, middle), vectors, mse_step)
+def between(
+    what: str, far: Callable[..., Tensor] = change, kind: type[Does] = Does, step: Callable[..., Any] = mse_step
+) -> Case:
+    return Case(functools.partial(Between, what, far, kind), vectors, step)
 
 
 def changed_where_it_lies(model: Any, x: Tensor) -> Tensor:
@@ -115,9 +143,9 @@ def resnet() -> nn.Module:
 
 CASES = {
     "what is returned by a unit that changes its input": between("goes on"),
-    "changed where it lies": between("changes where it lies", Shifts),
-    "changed after a while": between("changes after a while", Shifts),
-    "written to by `out`": between("writes out", Shifts),
+    "changed where it lies": between("changes where it lies", shift),
+    "changed after a while": between("changes after a while", shift),
+    "written to by `out`": between("writes out", shift),
     "a ResNet": Case(resnet, doubled, mse_step),
 }
 ROWS = [
@@ -133,56 +161,6 @@ def test_inputs_change_as_in_one_process(case: str, way: Way) -> None:
 
 
 # --- what cannot be as in one process ---------------------------------------------------------------------------------
-
-
-class Detaches(Shifts):
-    """Cuts its input off, after using it, each second time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        self.count += 1
-        if self.count % 2 == 0:
-            x.detach_()
-        return result
-
-
-class Averages(Shifts):
-    """Keeps a mean of its inputs in a parameter that it is given."""
-
-    def forward(self, x: Tensor, mean: Tensor) -> Tensor:  # type: ignore[override]
-        with torch.no_grad():
-            mean.mul_(0.9).add_(x.mean(0))
-        return x * self.weight
-
-
-class Returns(Shifts):
-    """Returns a view of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-
-class ChangesLater(Shifts):
-    """Changes its input from its second call on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        if self.count > 1:
-            x.mul_(0.5)
-        return super().forward(x)
-
-
-def seen_before(model: Any, x: Tensor) -> Tensor:
-    row = x[0]
-    return model.far(x) + row
 
 
 def changed_through_a_view(model: Any, x: Tensor) -> Tensor:
@@ -241,7 +219,6 @@ ACTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "adds what was, later": lambda model, x: model.far(x) + 1 + x,
     "hands on a parameter": lambda model, x: model.far(x, model.first.bias),
     "hands on a fresh tensor": lambda model, x: x + model.far(torch.ones(2, WIDTH, dtype=x.dtype)),
-    "takes a view before": seen_before,
     "changes a view": changed_through_a_view,
     "leaves a graph behind": graph_left_behind,
     "changes what was returned": returned_input,
@@ -257,25 +234,24 @@ REFUSED = {
         "was used after `far`, which lies on another",
     ),
     "returned after a unit has changed it elsewhere": (
-        Case(functools.partial(Between, "goes on", Changes), vectors, returned_value),
+        between("goes on", step=returned_value),
         "was used after `far`, which lies on another",
     ),
-    "a view that lies elsewhere": (between("takes a view before"), VIEWS),
     # Ranks ended by a ValueError of `zip` and without a word.
     "a view that is returned": (
-        Case(functools.partial(Between, "adds what was", Changes), vectors, returned_view),
+        between("adds what was", step=returned_view),
         VIEWS,
     ),
     "through a view": (
-        between("changes a view", Shifts),
+        between("changes a view", shift),
         r"changed in place through a value that shares its memory after pipeline rank 1 had been sent it",
     ),
     "a view of an earlier segment": (
-        between("leaves a graph behind", Shifts),
+        between("leaves a graph behind", shift),
         "a value that `add_` has changed in place",
     ),
     "what a unit has returned of its input": (
-        between("changes what was returned", Returns),
+        between("changes what was returned", view),
         "it has returned its input, or a view",
     ),
     "a tensor that all hold": (
@@ -283,21 +259,21 @@ REFUSED = {
         r"`far` changed in place a tensor of shape \[2, 6\] that every",
     ),
     "a buffer that all hold": (
-        between("copies into a fresh tensor", Shifts),
+        between("copies into a fresh tensor", shift),
         r"`copy_` changed in place a tensor of shape \[6\]",
     ),
     "a view of a fresh tensor": (
-        between("fills a fresh tensor", Shifts),
+        between("fills a fresh tensor", shift),
         r"`add_` changed in place a tensor of shape \[2, 6\]",
     ),
-    "not the first time": (between("goes on", ChangesLater), "which it did not do the first time"),
+    "not the first time": (between("goes on", change, DoesLater), "which it did not do the first time"),
     "a parameter of another rank": (
-        between("hands on a parameter", Averages),
+        between("hands on a parameter", average),
         r"`far` changed in place a parameter of shape \[6\] that pipeline rank 1.*put both on one rank",
     ),
     # Without a word, the first rank got no gradient from a later microbatch: what arrives is a leaf there.
     "detached": (
-        between("adds what was, later", Detaches),
+        between("adds what was, later", detach, DoesLater),
         r"float64\[2, 6\], which pipeline rank 0 made for `far`, was detached in place or frozen there",
     ),
 }
@@ -319,7 +295,7 @@ class Three(nn.Module):
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.first, self.middle, self.view, self.last = Shifts(), Changes(), Returns(), Shifts()
+        self.first, self.middle, self.view, self.last = Does(shift), Does(change), Does(view), Does(shift)
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:

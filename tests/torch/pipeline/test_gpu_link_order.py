@@ -9,7 +9,7 @@ import ctypes
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -28,10 +28,9 @@ from smpkit.torch.pipeline.executor import graph_of
 from smpkit.torch.pipeline.host_link import HostLink
 from smpkit.torch.pipeline.messages import Message, P2PTransfer, Tag
 from smpkit.torch.pipeline.transport import Transport
-from tests.torch.pipeline.nccl_model import Deadlock, World
+from tests.torch.pipeline.nccl_model import Deadlock, Gpus, Hosts, World
 
 CPU = torch.device("cpu")
-Link = Callable[[World, int], Transport]
 
 
 def drawn_moves(dice: random.Random, size: int) -> tuple[list[P2PTransfer], tuple[int, ...]]:
@@ -179,20 +178,14 @@ def over(world: World) -> Iterator[None]:
         yield
 
 
-def linked(world: World, rank: int) -> Transport:
-    groups = world.group(rank, "up"), world.group(rank, "down")
-    return Transport(world.hosts(rank), range(world.size), CPU, groups)
+def play(seed: int, directions: tuple[str, str] = ("up", "down"), *, diverges: bool = False) -> None:
+    """Run some steps of a drawn model; in the second, a message that was sent is needed by nobody if it `diverges`.
 
-
-def linked_by_one_group(world: World, rank: int) -> Transport:
-    group = world.group(rank, "both")
-    return Transport(world.hosts(rank), range(world.size), CPU, (group, group))
-
-
-def play(seed: int, link: Link = linked, *, diverges: bool = False, sizes: tuple[int, ...] = (2, 3, 4, 8)) -> None:
-    """Run some steps of a drawn model; in the second, a message that was sent is needed by nobody if it `diverges`."""
+    Args:
+        directions: the names of the groups that carry what travels to later ranks and to earlier ones.
+    """
     dice = random.Random(seed)
-    size = dice.choice(sizes)
+    size = dice.choice((2, 3, 4, 8))
     transfers, counts = drawn_moves(dice, size)
     stub: Any = SimpleNamespace(
         stage=SimpleNamespace(size=size), num_segments=counts, transfers=transfers, has_backward=dice.random() < 0.9
@@ -202,7 +195,10 @@ def play(seed: int, link: Link = linked, *, diverges: bool = False, sizes: tuple
     world = World(size, seed)
 
     def program(rank: int) -> None:
-        transport = link(world, rank)
+        groups: Any = {name: Gpus(world, rank, name) for name in directions}
+        up, down = (groups[name] for name in directions)
+        hosts: Any = Hosts(world, rank)
+        transport = Transport(hosts, range(size), CPU, (up, down))
         transport.connect(transfers)
         driver = Driver(world, transport, schedule, transfers, rank)
         for number in range(3):
@@ -226,4 +222,4 @@ def test_no_order_of_events_hangs(seeds: range, diverges: bool) -> None:
 
 def test_one_group_for_both_directions_would_hang() -> None:
     with pytest.raises(Deadlock):  # the first seed that does
-        play(3, linked_by_one_group)
+        play(3, ("both", "both"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from smpkit.torch.pipeline import executor as executor_module
 from smpkit.torch.pipeline import microbatch
-from tests.models import Case, mse_step
 from tests.ranks import run_ranks
 from tests.torch.steps import executor, in_a_row, on_ranks, over_ranks, train_step
-from tests.train import Way, same
 
 
 @smp.step
@@ -60,32 +57,6 @@ def test_a_mask_of_another_count_in_each_step_leaves_the_table_bounded_and_the_l
         loss = masked_step(model, x, mask).reduce_mean().item()
         assert loss == pytest.approx(plain(x)[mask].square().sum().item(), rel=1e-5)
         assert sum(len(known.output_specs) for known in executor()._kinds.values()) < 12 + 12
-
-
-def pairs(size: int, generator: torch.Generator) -> tuple[Any, ...]:
-    x, y = torch.randn(2, size, 2, generator=generator, dtype=torch.float64)
-    return x, y
-
-
-class BackAndForth(nn.Module):
-    """A loop over time, each turn of which goes to another rank and back."""
-
-    def __init__(self, turns: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-        self.turns = turns
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.turns):
-            x = self.second(self.first(x)).tanh()
-        return x
-
-
-@pytest.mark.slow
-def test_thousands_of_values_between_ranks_train_as_in_one_process() -> None:
-    # Twelve bits for the number of a value, as tags of messages had once, are for 4,095 of them.
-    case = Case(functools.partial(BackAndForth, 2049), pairs, mse_step)
-    same(case, Way(pipeline=2, microbatches=2, batches=(4,), placement=-1), tolerance=1e-12)
 
 
 @on_ranks(2)

@@ -50,16 +50,6 @@ def test_a_call_costs_its_caller_one_number_whoever_runs_it() -> None:
     assert after[0] == after[1]
 
 
-def test_a_unit_draws_from_its_caller_s_stream_as_in_plain_pytorch() -> None:
-    streams = RandomStreams(3, CPU)
-    with streams.training_step(training=True):
-        streams.begin_microbatch(0)
-        expected = torch.rand(5).tolist()
-        streams.begin_microbatch(0)
-        found = torch.rand(2).tolist() + streams.run("layers.0", True, torch.rand, (3,), {}).tolist()
-    assert found == expected
-
-
 def test_calls_inside_a_unit_never_draw_what_it_has_drawn_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a rank with its own samples, whose units begin with a seed of their own."""
     monkeypatch.setattr(Seeds, "for_this_rank", lambda: Seeds(mix(0, 1) & ((1 << 43) - 2)))
@@ -90,17 +80,6 @@ def test_operations_in_a_unit_draw_from_its_stream_where_a_device_is_set_around_
         streams.restore(state)
         assert torch.equal(torch.dropout(ones, 0.5, True), found)
     assert streams.num_closed == 0
-
-
-def test_an_evaluation_leaves_the_generators_to_the_user() -> None:
-    streams = RandomStreams(3, CPU)
-    torch.manual_seed(7)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(7)
-    with streams.training_step(training=False):
-        streams.begin_microbatch(0)
-        streams.skip("layers.0")
-        assert torch.rand(2).tolist() == expected
 
 
 OWN = mix(0, 1) & ((1 << 43) - 2)
@@ -136,25 +115,3 @@ def test_seeds_tell_whether_they_are_of_a_stream_and_whether_it_is_closed() -> N
                 assert Seeds.is_stream_seed(seed)
                 assert Seeds.is_stream_seed(seeds.after(seed, KEY))
     assert not any(Seeds.is_stream_seed(seed) for seed in (0, 1, 42, 1234, 2**32 - 1, 2**63 - 1, 2**64 - 1))
-
-
-def test_no_two_calls_of_a_microbatch_begin_at_one_number() -> None:
-    keys = [mix(0, name) for name in range(300)]
-    for seeds in (Seeds(), Seeds(OWN)):
-        found = set()
-        for microbatch in range(100):
-            seed = seeds.open(mix(1, microbatch))
-            for key in keys:
-                # Inside a call of a module there are three more of others, and a fourth of the same name.
-                inner = seed
-                for other in (*keys[:3], key):
-                    found.add(inner & 0xFFFFFFFF)
-                    inner = seeds.after(inner, other + 1)
-                seed = seeds.after(seed, key)
-        # All that a CPU's generator takes of a seed: of as many random ones, one in some 36,000 meets another.
-        assert len(found) > 100 * 300 * 4 - 12
-
-
-def test_a_repeated_call_never_comes_back_to_a_number() -> None:
-    for seeds in (Seeds(), Seeds(OWN)):
-        assert len(set(row(seeds, seeds.closed(mix(3, 4)), 100_000))) == 100_000

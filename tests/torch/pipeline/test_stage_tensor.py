@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.tensor_spec import map_tensors, spec_of, tensors_in
+from smpkit.torch.core.tensor_spec import TensorSpec, spec_of, tensors_in
 from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import Call, infer_output
+from smpkit.torch.pipeline.outputs import MISSING, infer_output, with_strides_of
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, make_stage_tensor
 
 OWNER, OTHER = 0, 1
+METHODS: Any = Tensor
 CPU = torch.device("cpu")
 X = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, False, True], [False, True, True]])
@@ -134,11 +135,15 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "a new axis": lambda x: x[None, ..., 0],
     "index by tensor": lambda x: x[torch.tensor([1, 1])],
     "index by mask": lambda x: x[MASK],
+    "index by mask and slice": lambda x: x[:, MASK[0]],
+    "masked select": lambda x: x.masked_select(MASK),
+    "repeat interleave": lambda x: x.repeat_interleave(torch.tensor([2, 1]), 0),
     "view": lambda x: x.view(3, 2),
     "reshape by its shape": lambda x: x.reshape(x.shape[1], -1),
     "permute": lambda x: x.permute(1, 0),
     "expand": lambda x: x.unsqueeze(0).expand(4, -1, -1),
     "contiguous": lambda x: x.t().contiguous(),
+    "reshape what is transposed": lambda x: x.mT.reshape(-1, 2),
     "chunks": lambda x: x.chunk(3, dim=1),
     "unpack": lambda x: [row * 2 for row in x],
     "split": lambda x: torch.split(x, [1, 2], dim=1),
@@ -146,6 +151,10 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "stack by keyword": lambda x: torch.stack(tensors=[x, x], dim=1),
     "where": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
     "softmax": lambda x: functional.softmax(x, dim=-1),
+    "gelu": functional.gelu,
+    "attention": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+    "cross entropy": lambda x: functional.cross_entropy(x, torch.tensor([0, 2]), reduction="none", label_smoothing=0.1),
+    "argmax": lambda x: x.argmax(-1),
     "named tuple": lambda x: x.max(dim=1),
     "named tuple's part": lambda x: torch.topk(x, 2).values,
     "sum": lambda x: x.sum(),
@@ -308,26 +317,6 @@ def test_a_value_outside_its_step_is_an_error() -> None:
         current_microbatch()
 
 
-def test_a_result_of_another_shape_for_the_same_arguments_is_an_error() -> None:
-    shapes = iter([(2,), (3,)])
-    with running(OWNER, Wire()) as microbatch:
-        x = value_on(OWNER)
-        call = Call("layer", "layer", lambda _: torch.zeros(next(shapes)), (x,), {})
-        microbatch.run_on_owner(OWNER, call)
-        with pytest.raises(UsageError, match=r"`layer` returned float32\[2\] the first time and float32\[3\] now"):
-            microbatch.run_on_owner(OWNER, call)
-
-
-def test_a_module_in_training_and_in_evaluation_makes_two_kinds_of_calls() -> None:
-    with running(OWNER, Wire()) as microbatch:
-        x = value_on(OWNER)
-        for training in (True, False, True):
-            rows = 1 + training
-            call = Call("layer", "layer", lambda _, rows=rows: torch.zeros(rows), (x,), {}, training)
-            made = microbatch.run_on_owner(OWNER, call)
-            assert made.shape == (rows,)
-
-
 def without_gradients(x: Any) -> Any:
     with torch.no_grad():
         return x * 2
@@ -372,14 +361,6 @@ def test_calls_that_differ_a_little_are_not_taken_for_one(
     assert [spec_of(value) for value in there] == specs
 
 
-def test_numbers_of_another_kind_are_another_call() -> None:
-    def code(x: Any) -> list[torch.dtype]:
-        return [(x * factor).dtype for factor in (2, 2.0, 2, True, 2.0)]
-
-    whole = X.long()
-    assert on_both(code, whole) == [code(whole)] * 2
-
-
 @pytest.mark.parametrize(("shape", "owner"), [((2, 3), OTHER), ((3,), OWNER), ((4, 2, 3), OTHER)])
 def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape: tuple[int, ...], owner: int) -> None:
     plain, wire = torch.ones(shape, dtype=X.dtype), Wire()
@@ -406,22 +387,6 @@ def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
     assert result.owner == OTHER
 
 
-def test_an_operation_asks_nobody_and_is_inferred_once_whatever_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire, inferred = Wire(), []
-
-    def noted(function: Any, *given: Any) -> Any:
-        inferred.append(function)
-        return infer_output(function, *given)
-
-    monkeypatch.setattr("smpkit.torch.pipeline.microbatch.infer_output", noted)
-    with running(OWNER, wire) as microbatch:
-        for _ in range(3):
-            map_tensors(lambda _: None, value_on(OWNER) * 2 + X)
-        assert len(inferred) == 2
-        assert len(microbatch.call_trace) == 6
-    assert not wire.told
-
-
 def test_lengths_of_one_sum_and_another_maximum_are_another_call() -> None:
     def code(x: Any) -> list[Any]:
         pack = nn.utils.rnn.pack_padded_sequence
@@ -429,3 +394,38 @@ def test_lengths_of_one_sum_and_another_maximum_are_another_call() -> None:
 
     for sizes in on_both(code, torch.ones(2, 3, 4)):
         assert [tuple(each.shape) for each in sizes] == [(3,), (2,)]
+
+
+# --- what is inferred -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (METHODS.nonzero, (X,)),
+        (METHODS.__getitem__, (X, make_stage_tensor(spec_of(MASK), CPU, 1))),
+        (METHODS.add_, (X, 1)),
+        (METHODS.view, (X, -1, 7)),
+        (functional.batch_norm, (X, torch.zeros(3), torch.ones(3), None, None, True)),
+        (functional.instance_norm, (X[None], torch.zeros(2), torch.ones(2))),
+    ],
+    ids=["values", "mask of one rank", "in place", "wrong", "batch norm", "instance norm"],
+)
+def test_what_specs_do_not_tell_is_not_inferred(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def known(tensor: Tensor) -> TensorSpec | None:
+        return tensor.spec if isinstance(tensor, StageTensor) else None
+
+    first = make_stage_tensor(spec_of(args[0]), CPU, 1)
+    with torch._C.DisableTorchFunction():
+        assert infer_output(function, (first, *args[1:]), {}, known, CPU) is MISSING
+
+
+def test_a_result_gets_the_strides_that_were_inferred_and_keeps_its_graph() -> None:
+    x, spec = X.clone().requires_grad_(), spec_of(torch.empty(3, 2, dtype=X.dtype).mT)
+    result = with_strides_of(spec, x)
+    assert result.stride() == spec.stride != x.stride()
+    assert torch.equal(result, x)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert torch.equal(gradient, torch.ones_like(x))
+    assert with_strides_of(spec_of(x), x) is x
+    assert with_strides_of(spec_of(x), (x, x)) == (x, x)  # more than was inferred: the caller says so
