@@ -7,25 +7,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
-State = Mapping[str, torch.Tensor]
+State = Mapping[str, Tensor]
+Sizes = Mapping[str, Any]
+Other = tuple[Tensor | None, Tensor | None]
+"""The states of an encoder, and the mask that is added to their scores."""
 
 
-def below(state: State, prefix: str) -> dict[str, torch.Tensor]:
+def below(state: State, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def linear(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
+def linear(state: State, name: str, x: Tensor) -> Tensor:
     return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
 
 
-def norm(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
+def norm(state: State, name: str, x: Tensor) -> Tensor:
     weight = state.get(f"{name}.weight")
     return x if weight is None else F.layer_norm(x, weight.shape, weight, state[f"{name}.bias"])
 
 
-def rotate(x: torch.Tensor, dim: int) -> torch.Tensor:
+def rotate(x: Tensor, dim: int) -> Tensor:
     """Turn each pair of features as a complex number."""
     length = x.shape[-2]
     # In float32 and multiplied in this order, as the models do that we follow.
@@ -36,9 +40,7 @@ def rotate(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([turned, x[..., dim:]], -1)
 
 
-def attend(
-    state: State, x: torch.Tensor, states: torch.Tensor | None, mask: torch.Tensor | None, sizes: Mapping[str, Any]
-) -> torch.Tensor:
+def attend(state: State, x: Tensor, states: Tensor | None, mask: Tensor | None, sizes: Sizes) -> Tensor:
     heads, causal = sizes["num_attention_heads"], sizes.get("causal_mask_size") is not None and states is None
     if states is None:
         query, key, value = linear(state, "query_key_value", x).chunk(3, -1)
@@ -63,61 +65,45 @@ def attend(
     return linear(state, "dense", (scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
-def attention(
-    state: State, x: torch.Tensor, states: torch.Tensor | None, mask: torch.Tensor | None, sizes: Mapping[str, Any]
-) -> torch.Tensor:
+def attention(state: State, x: Tensor, states: Tensor | None, mask: Tensor | None, sizes: Sizes) -> Tensor:
     return norm(state, "layernorm", x + attend(state, norm(state, "pre_layernorm", x), states, mask, sizes))
 
 
-def mlp(state: State, x: torch.Tensor, sizes: Mapping[str, Any]) -> torch.Tensor:
+def mlp(state: State, x: Tensor, sizes: Sizes) -> Tensor:
     x = linear(state, "dense1", x)
     return linear(state, "dense2", F.relu(x) if sizes.get("activation") == "relu" else F.gelu(x))
 
 
-def output(state: State, x: torch.Tensor, sizes: Mapping[str, Any]) -> torch.Tensor:
+def output(state: State, x: Tensor, sizes: Sizes) -> Tensor:
     return norm(state, "layernorm", x + mlp(state, norm(state, "pre_layernorm", x), sizes))
 
 
-def layer(
-    state: State,
-    x: torch.Tensor,
-    states: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    cross_mask: torch.Tensor | None,
-    sizes: Mapping[str, Any],
-) -> torch.Tensor:
+def layer(state: State, x: Tensor, mask: Tensor | None, other: Other, sizes: Sizes) -> Tensor:
     ours, last = below(state, "attention."), below(state, "output.")
     if sizes.get("parallel_residual"):
         normal = norm(ours, "pre_layernorm", x)
         return x + attend(ours, normal, None, mask, sizes) + mlp(last, normal, sizes)
     x = attention(ours, x, None, mask, sizes)
-    if states is not None:
-        x = attention(below(state, "cross_attention."), x, states, cross_mask, sizes)
+    if other[0] is not None:
+        x = attention(below(state, "cross_attention."), x, *other, sizes)
     return output(last, x, sizes)
 
 
-def transformer(
-    state: State,
-    x: torch.Tensor,
-    states: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    cross_mask: torch.Tensor | None,
-    sizes: Mapping[str, Any],
-) -> torch.Tensor:
+def transformer(state: State, x: Tensor, mask: Tensor | None, other: Other, sizes: Sizes) -> Tensor:
     x = norm(state, "input_layernorm", x)
     for index in range(sizes["num_layers"]):
         own = dict(sizes)
         if "window_sizes" in sizes:
             own["window_size"] = sizes["window_sizes"][index]
-        x = layer(below(state, f"seq_layers.{index}."), x, states, mask, cross_mask, own)
+        x = layer(below(state, f"seq_layers.{index}."), x, mask, other, own)
     return norm(state, "layernorm", x)
 
 
-def added(kept: torch.Tensor | None) -> torch.Tensor | None:
+def added(kept: Tensor | None) -> Tensor | None:
     return None if kept is None else (1 - kept[:, None, None].double()) * torch.finfo(torch.float64).min
 
 
-def language_model(state: State, inputs: tuple[torch.Tensor | None, ...], sizes: Mapping[str, Any]) -> Any:
+def language_model(state: State, inputs: tuple[Tensor | None, ...], sizes: Sizes) -> Any:
     ids, mask, types, positions = inputs[:4]
     assert ids is not None
     states, cross_mask = inputs[4:6] if sizes.get("add_cross_attention") else (None, None)
@@ -129,9 +115,8 @@ def language_model(state: State, inputs: tuple[torch.Tensor | None, ...], sizes:
     if "token_type_embedding.weight" in state:
         x = x + F.embedding(torch.zeros_like(ids) if types is None else types, state["token_type_embedding.weight"])
     x = norm(state, "embedding_layernorm", x)
-    x = norm(
-        state, "layernorm", transformer(below(state, "transformer."), x, states, added(mask), added(cross_mask), sizes)
-    )
+    x = transformer(below(state, "transformer."), x, added(mask), (states, added(cross_mask)), sizes)
+    x = norm(state, "layernorm", x)
     if not sizes.get("add_lm_head", True):
         return x
     logits = F.linear(x, state.get("lm_head.weight", state["word_embedding.weight"]), state.get("lm_head.bias"))

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.torch.placement.delayed import initialize
-from tests.chosen_device import chosen_device
-from tests.models import CASES, Case, Loop, mse_step, vectors
+from tests.models import CASES, Case
 from tests.pairwise import pairwise, slow
 from tests.train import Way, differ, same
 
@@ -54,26 +52,9 @@ def language_step(model: Any, ids: Tensor) -> Tensor:
     return loss
 
 
-def delayed() -> nn.Module:
-    """Get memory and values when the model is wrapped, or here for the reference in one process."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with smp.delay_param_initialization():
-            module = Loop()
-    finally:
-        torch.set_default_dtype(before)
-    if not smp.is_initialized():
-        # Where ranks draw them: a GPU draws other numbers than the CPU.
-        initialize(module, [*module.parameters()], torch.device("cuda" if chosen_device() == "cuda" else "cpu"), 7)
-        module.cpu()
-    return module
-
-
 MODELS = {
     "encoder and decoder": CASES["encoder and decoder"],  # has what 2 ranks divide and 4 do not
     "language model": Case(language_model, tokens, language_step),
-    "delayed": Case(delayed, vectors, mse_step),
 }
 
 

@@ -126,7 +126,7 @@ def layer(kind: str = "Layer", **options: Any) -> Part:
         return module((x, states, mask, cross_mask) if has_cross else (x, mask))[0]
 
     def plainly(state: plain.State, x: Tensor, states: Tensor, mask: Tensor, cross_mask: Tensor) -> Tensor:
-        return compute(state, x, states if has_cross else None, mask, cross_mask if has_cross else None, sizes)
+        return compute(state, x, mask, (states, cross_mask) if has_cross else (None, None), sizes)
 
     module_class = smp.nn.DistributedTransformerLayer if kind == "Layer" else smp.nn.DistributedTransformer
     return Part(lambda: module_class(**sizes, **DROPOUTS), call, plainly)

@@ -21,7 +21,7 @@ from smpkit.torch.tensor_parallel import collectives as c
 from smpkit.torch.tensor_parallel.layouts import Layout, enter_region
 from smpkit.torch.tensor_parallel.loss import _own_labels
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import evaluate, on_ranks, train_step
 
 
 class Kind(NamedTuple):
@@ -254,11 +254,6 @@ def test_flash_attention_equals_attention_written_out() -> None:
     torch.testing.assert_close(plain(qkv), scaled_dot_product_attention(query, key, value, scale=0.3))
     with pytest.raises(UsageError, match=r"not \[batch, length, 3, heads, 8\]"):
         layer(qkv[..., :4])
-
-
-@smp.step
-def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def wrap(**config: Any) -> smp.DistributedModel:

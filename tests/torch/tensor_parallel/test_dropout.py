@@ -1,17 +1,14 @@
-"""Dropout between tensor-parallel ranks: alike where values are, and without a word or a wait for the device."""
+"""Dropout between tensor-parallel ranks: alike where values are."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
@@ -19,7 +16,6 @@ from smpkit.errors import UnsupportedError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.layouts import Layout
-from tests.pairwise import pairwise, slow
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, train_step
 
@@ -82,54 +78,7 @@ def batch(*, prescaled: bool) -> torch.Tensor:
     return torch.randn(SAMPLES * MICROBATCHES, LENGTH, WIDTH, generator=generator)
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
-
-
-class Waits(TorchDispatchMode):
-    """Counts messages, and the values that Python looks at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" or "_local_scalar_dense" in str(func):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def waits(in_step: bool, prescaled: bool, optimize: str, recompute: str) -> list[dict[str, int]]:
-    found = []
-    for p in (0.0, 0.25):
-        model = wrapped(p, recompute, prescaled_batch=prescaled, optimize=optimize)
-        x = batch(prescaled=prescaled)
-        step = train_step if in_step else plain_step
-        for _ in range(2):
-            step(model, x)
-        with Waits() as seen:
-            step(model, x)
-        found.append(dict(seen.counts))
-        smp.shutdown()
-    return found
-
-
 SETTINGS = [(True, "speed"), (False, "speed"), (True, "memory")]
-AXES: list[list[Any]] = [[True, False], SETTINGS, ["smp", "torch"]]
-PAIRS = pairwise(AXES)
-
-
-@pytest.mark.parametrize(
-    ("in_step", "settings", "recompute"), [*PAIRS, *slow(row for row in itertools.product(*AXES) if row not in PAIRS)]
-)
-def test_a_step_with_dropout_asks_and_waits_no_more_than_one_without(
-    in_step: bool, settings: tuple[bool, str], recompute: str
-) -> None:
-    for without, having in run_ranks(waits, 2, in_step, *settings, recompute):
-        assert having == without
-        assert any("c10d" in name for name in without)
-
-
-# --- what it drops ----------------------------------------------------------------------------------------------------
 
 
 def masks(in_step: bool, prescaled: bool, optimize: str, recompute: str) -> dict[str, Any]:

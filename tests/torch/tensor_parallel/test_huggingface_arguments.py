@@ -213,50 +213,47 @@ def test_every_argument(name: str) -> None:
 # --- refused by name --------------------------------------------------------------------------------------------------
 
 
+REFUSED: Arguments = {
+    "past_key_values": object(),
+    "use_cache": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "head_mask": torch.zeros(2, HEADS),
+    "encoder_hidden_states": STATES,
+}
+WRONG: list[tuple[Arguments, str]] = [
+    ({"labels": TOKENS}, "called with neither of `input_ids`, `inputs_embeds`"),
+    ({**IDS, "inputs_embeds": STATES}, "called with both of"),
+    ({**IDS, "attention_mask": PADDING[:, 1:]}, r"`attention_mask` is \[4, 5\], for 4 samples of 6 positions"),
+    ({**IDS, "position_ids": POSITIONS}, "`position_ids` are given without `attention_mask`"),
+    ({**IDS, "labels": TOKENS, "logits_to_keep": 1}, "`logits_to_keep` is given with `labels`"),
+]
+
+
+def replaced(module: Any) -> Any:
+    smp.shutdown()
+    smp.init()
+    smp.set_tensor_parallelism(module)
+    return smp.DistributedModel(module, replace_at_degree_1=True)
+
+
 @on_ranks(1)
 def test_rejects_other_arguments() -> None:
-    smp.init()
     module: Any = DIVISIBLE["GPT2"].build()
-    smp.set_tensor_parallelism(module)
-    model: Any = smp.DistributedModel(module, replace_at_degree_1=True)
-    refused: Arguments = {
-        "past_key_values": object(),
-        "use_cache": True,
-        "output_attentions": True,
-        "output_hidden_states": True,
-        "head_mask": torch.zeros(2, HEADS),
-        "encoder_hidden_states": STATES,
-    }
-    for name, value in refused.items():
+    model = replaced(module)
+    for name, value in REFUSED.items():
         with pytest.raises(UnsupportedError, match=f"cannot be called with `{name}`"):
-            model(input_ids=TOKENS, **{name: value})
-    with pytest.raises(UsageError, match="called with neither of `input_ids`, `inputs_embeds`"):
-        model(labels=TOKENS)
-    with pytest.raises(UsageError, match="called with both of"):
-        model(input_ids=TOKENS, inputs_embeds=STATES)
-    with pytest.raises(UsageError, match=r"`attention_mask` is \[4, 5\], for 4 samples of 6 positions"):
-        model(input_ids=TOKENS, attention_mask=PADDING[:, 1:])
-    with pytest.raises(UsageError, match="`position_ids` are given without `attention_mask`"):
-        model(input_ids=TOKENS, position_ids=POSITIONS)
-    with pytest.raises(UsageError, match="`logits_to_keep` is given with `labels`"):
-        model(input_ids=TOKENS, labels=TOKENS, logits_to_keep=1)
+            model(**IDS, **{name: value})
+    for arguments, message in WRONG:
+        with pytest.raises(UsageError, match=message):
+            model(**arguments)
     with pytest.raises(UnsupportedError, match="keeps no cache to generate with"):
         model.get_module().generate(TOKENS)
     module.config.output_hidden_states = True
     with pytest.raises(UnsupportedError, match="the configuration has `output_hidden_states`"):
         model(input_ids=TOKENS)
-    smp.shutdown()
-    smp.init()
     module = DIVISIBLE["GPT2"].build()
     module.config.add_cross_attention = True
-    smp.set_tensor_parallelism(module)
-    whole: Any = smp.DistributedModel(module, replace_at_degree_1=True)
-    assert type(whole.get_module()).__name__ == "GPT2LMHeadModel"
-    smp.shutdown()
-    smp.init()
-    module = DIVISIBLE["Bert"].build()
-    smp.set_tensor_parallelism(module)
-    model = smp.DistributedModel(module, replace_at_degree_1=True)
+    assert type(replaced(module).get_module()).__name__ == "GPT2LMHeadModel"
     with pytest.raises(UnsupportedError, match="cannot be called with `output_hidden_states`"):
-        model(input_ids=TOKENS, output_hidden_states=True)
-    smp.shutdown()
+        replaced(DIVISIBLE["Bert"].build())(input_ids=TOKENS, output_hidden_states=True)

@@ -22,6 +22,7 @@ VOCABULARY = DIVIDED["vocab_size"]
 
 
 def wrapped(module: nn.Module, **config: Any) -> Any:
+    smp.shutdown()
     smp.init({"tensor_parallel_degree": 2, "ddp": True, **config})
     smp.set_tensor_parallelism(module)
     return smp.DistributedModel(module)
@@ -116,7 +117,6 @@ def residuals_inside() -> None:
 def refused(module: nn.Module, message: str, **config: Any) -> None:
     with pytest.raises(UnsupportedError, match=message):
         wrapped(module, **config)
-    smp.shutdown()
 
 
 def refusals() -> None:
@@ -135,13 +135,12 @@ def refusals() -> None:
     unknown = fresh()
     unknown._tp_plan = {**unknown._tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
     refused(unknown, r"divides `model\.layers\.\*\.mlp\.up_proj` by the style `diagonal`", optimize="speed")
+    smp.shutdown()
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": "speed"})
-    smp.set_tensor_parallelism(unknown)
     for layer in unknown.model.layers:
         smp.set_tensor_parallelism(layer.mlp.up_proj, enabled=False)
     smp.DistributedModel(unknown)
     assert unknown.model.layers[0].mlp.up_proj.weight.shape == (24, 16)
-    smp.shutdown()
 
 
 def test_every_style_of_transformers_is_known() -> None:
@@ -201,7 +200,6 @@ def embeddings_with_more_than_a_table() -> None:
             each.model.embed_tokens = copy.deepcopy(embedding)
         model = wrapped(module, prescaled_batch=True)
         torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
-        smp.shutdown()
 
 
 def weights_that_others_read() -> None:
@@ -226,7 +224,6 @@ def weights_that_others_read() -> None:
     losses[1].backward()
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(module.lm_head.weight.grad, plain.lm_head.weight.grad)
-    smp.shutdown()
 
 
 CASES = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -77,15 +76,6 @@ def test_an_instance_made_before_its_registration_is_refused() -> None:
         arguments_of(early, rule_of(early))
 
 
-def test_registering_twice_records_once_and_the_last_counts() -> None:
-    kind = plain_class()
-    tp_register_with_module(kind, nn.Identity)
-    recording = kind.__init__
-    tp_register_with_module(kind, Split)
-    assert kind.__init__ is recording
-    assert rule_of(kind(1)).distributed is Split
-
-
 def test_what_is_no_module_class_is_refused() -> None:
     not_a_class: Any = 3
     with pytest.raises(UsageError, match="dist_module must be a class"):
@@ -146,14 +136,6 @@ def test_it_decorates_functions_and_a_call_that_fails_leaves_nothing_behind() ->
     with pytest.raises(ZeroDivisionError):
         build(0)
     assert enabled(nn.Linear(2, 2)) is None
-
-
-def test_copies_are_marked_like_their_original() -> None:
-    # nn.TransformerEncoder makes copies of the layer that it is given, past every __init__.
-    with smp.tensor_parallelism():
-        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)
-    assert enabled(encoder.layers[1])
-    assert enabled(copy.deepcopy(encoder.layers[1].linear1))
 
 
 # --- model_creation ---------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.torch.steps import announced, on_ranks
 
 
 def start(**config: Any) -> None:
+    smp.shutdown()
     smp.init({"tensor_parallel_degree": 2, "ddp": True, **config})
 
 
@@ -77,46 +78,35 @@ class Reads(nn.Module):
         return self.table.weight[0]
 
 
+def kinds(module: nn.Module) -> list[type[nn.Module]]:
+    """Return what the layers of a model are once it is distributed."""
+    return [type(each) for each in distribute(module).modules() if not [*each.children()]]
+
+
+class Special(nn.Linear):
+    pass
+
+
 def replace_in_models() -> None:
-    reads = distribute(marked(Reads()))
-    assert [type(each) for each in (reads.table, reads.out)] == [nn.Embedding, DistributedLinear]
-    assert type(reads.inner.free) is nn.Linear
-
-    tied = distribute(marked(Tied()))
-    assert type(tied.embedding) is nn.Embedding
-    assert type(tied.head) is nn.Linear
-    assert type(tied.free) is DistributedLinear
-
-    odd = distribute(marked(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))))
-    assert [type(each) for each in odd] == [nn.Linear, DistributedLinear]
-
-    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    smp.set_tensor_parallelism(part)
-    smp.set_tensor_parallelism(part[1], enabled=False)
-    assert [type(each) for each in distribute(part)] == [DistributedLinear, nn.Linear, DistributedLinear]
-
+    whole, divided, table = nn.Linear, DistributedLinear, nn.Embedding
+    assert kinds(marked(Reads())) == [table, divided, table, whole, whole]
+    assert kinds(marked(Tied())) == [table, whole, divided]
+    assert kinds(marked(nn.Sequential(whole(3, 4), whole(4, 3)))) == [whole, divided]
+    part = marked(nn.Sequential(whole(4, 4), whole(4, 4), whole(4, 4)))
+    smp.set_tensor_parallelism(part.get_submodule("1"), enabled=False)
+    assert kinds(part) == [divided, whole, divided]
     # Hooks were lost with the modules, and normed weights could not be translated.
-    normed = distribute(marked(nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 4)))))
-    assert [type(each) for each in normed] == [DistributedLinear, nn.Linear]
-    hooked: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    assert kinds(marked(nn.Sequential(whole(4, 4), nn.utils.spectral_norm(whole(4, 4))))) == [divided, whole]
+    hooked: Any = nn.Sequential(*[whole(4, 4) for _ in range(3)])
     hooked[0].register_forward_hook(lambda _module, _args, out: 2 * out)
     hooked[1].weight.register_hook(lambda gradient: 2 * gradient)
-    assert [type(each) for each in distribute(marked(hooked))] == [nn.Linear, nn.Linear, DistributedLinear]
-
-    root = distribute(marked(nn.Embedding(6, 4)))
-    assert isinstance(root, DistributedEmbedding)
-
-    one = nn.Linear(4, 4)
-    twice = distribute(marked(nn.ModuleDict({"first": one, "again": one})))
-    assert twice["first"] is twice["again"]
-    assert isinstance(twice["first"], DistributedLinear)
-
-    class Special(nn.Linear):
-        pass
-
-    assert type(distribute(marked(nn.Sequential(Special(4, 4))))[0]) is Special
-    distribute(nn.Sequential(nn.Linear(4, 4)))
-    distribute(marked(nn.Sequential(nn.Linear(4, 4)), no_such_argument=1))
+    assert kinds(marked(hooked)) == [whole, whole, divided]
+    assert kinds(marked(table(6, 4))) == [DistributedEmbedding]
+    one = whole(4, 4)
+    assert kinds(marked(nn.ModuleDict({"first": one, "again": one}))) == [divided], "both are the same one"
+    assert kinds(marked(nn.Sequential(Special(4, 4)))) == [Special]
+    distribute(nn.Sequential(whole(4, 4)))
+    distribute(marked(nn.Sequential(whole(4, 4)), no_such_argument=1))
 
 
 @on_ranks(2)
@@ -242,7 +232,6 @@ def test_an_encoder_of_torch_is_evaluated_without_kernels_that_read_whole_weight
     module, ids = Encoder().double().eval(), torch.tensor([[1, 2, 3], [4, 0, 0]])
     expected = module(ids)
     torch.testing.assert_close(smp.DistributedModel(marked(module))(ids), expected)
-    smp.shutdown()
 
 
 # --- registered classes -----------------------------------------------------------------------------------------------
@@ -390,14 +379,12 @@ def optimizers_of_before() -> None:
                 with pytest.raises(UsageError, match=message) as caught:
                     smp.DistributedOptimizer(optimizer)
             assert caught.value.hint == hint
-            smp.shutdown()
     start()
     module = marked(DIVISIBLE["Llama"].build())
     inside = torch.optim.AdamW(module.parameters())
     model = smp.DistributedModel(module)
     smp.DistributedOptimizer(inside)
     assert [*map(id, inside.param_groups[0]["params"])] == [*map(id, model.parameters())]
-    smp.shutdown()
 
 
 def checkpointing_of_before() -> None:
@@ -408,12 +395,10 @@ def checkpointing_of_before() -> None:
         UsageError, match=r"`transformer\.h\.0\.mlp` is checkpointed, and tensor parallelism replaces it"
     ):
         smp.DistributedModel(marked(module))
-    smp.shutdown()
     start()
     register(ReplacementRule(Flagged, DistributedLinear, arguments=lambda _: ((4, 4), {})))
     with pytest.raises(UsageError, match=r"`0` is checkpointed, and tensor parallelism replaces it"):
         smp.DistributedModel(marked(nn.Sequential(Flagged())))
-    smp.shutdown()
 
 
 class Flagged(nn.Module):
@@ -428,7 +413,6 @@ def hooks_of_before() -> None:
     module.model.embed_tokens.weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(UsageError, match=r"a hook was registered on `model\.embed_tokens\.weight`, which tensor"):
         smp.DistributedModel(marked(module))
-    smp.shutdown()
 
 
 @on_ranks(2)
