@@ -1,4 +1,4 @@
-"""`devices`: on a CPU there is nothing to order, and what torch does not unify is looked up, or replaced.
+"""`devices`: what torch does not unify is looked up, or replaced.
 
 What it does on a GPU is tested in `tests/device`.
 """
@@ -36,17 +36,6 @@ def install(monkeypatch: pytest.MonkeyPatch, num_devices: int = 4, **functions: 
     monkeypatch.setattr(torch.accelerator, "device_count", module.device_count)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     return module
-
-
-def test_a_cpu_has_no_streams_and_no_events() -> None:
-    assert not devices.is_asynchronous(CPU)
-    assert devices.current_stream(CPU) is None
-    assert devices.new_stream(CPU, high_priority=True) is None
-    assert devices.record_event(CPU, keeps_time=True) is None
-    assert not devices.is_capturing(CPU)
-    devices.wait_for_stream(CPU)
-    with devices.on_stream(None):
-        assert torch.ones(2).sum() == 2
 
 
 # --- which device -----------------------------------------------------------------------------------------------------

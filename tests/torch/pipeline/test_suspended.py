@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
 from smpkit.torch.pipeline.random_streams import RandomStreams
 
 CPU = torch.device("cpu")
-TURN = contextvars.ContextVar("TURN", default="none")
 
 
 class Functions(TorchFunctionMode):
@@ -113,14 +111,6 @@ def test_saved_tensors_go_through_the_caller_s_hooks() -> None:
         in_thread(lambda: x.square().sum()).backward()
     assert len(packed) == 1
     assert packed[0] is not threading.main_thread()
-
-
-def test_context_variables_have_the_caller_s_values() -> None:
-    token = TURN.set("caller's")
-    try:
-        assert in_thread(TURN.get) == "caller's"
-    finally:
-        TURN.reset(token)
 
 
 def test_the_end_of_autocast_inside_leaves_the_caller_s_cache() -> None:

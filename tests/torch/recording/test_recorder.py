@@ -14,7 +14,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import ConfigError
-from smpkit.observe.events import ActionSpan, Counter, Mark, StepSpan, read_events
+from smpkit.observe.events import ActionSpan, Mark, MemorySample, StepSpan, read_events
 from smpkit.observe.executed import executed_step
 from smpkit.observe.merge import read_run
 from smpkit.observe.runs import RUN_DIR
@@ -159,12 +159,6 @@ def test_the_trace_of_real_ranks_is_sound(recorded: Path) -> None:
     assert chrome_trace(run).count('"ph":"s"') == STEPS * 2 * MICROBATCHES
 
 
-def test_memory_is_counted_at_the_end_of_each_step(recorded: Path) -> None:
-    counters = [event for event in read_events(recorded / "events_1.jsonl").events if isinstance(event, Counter)]
-    assert len(counters) == STEPS
-    assert all(counter.value > 0 for counter in counters)
-
-
 def test_without_a_pipeline_microbatches_and_reduction_are_recorded(tmp_path: Path) -> None:
     run_ranks(train, 2, 1, 1, env={recorder.EVENTS_DIR: str(tmp_path)})
     run = read_run(tmp_path)
@@ -269,3 +263,51 @@ def test_a_limit_that_is_no_number_is_refused(text: str, monkeypatch: pytest.Mon
     monkeypatch.setenv(recorder.EVENTS_STEPS, text)
     with pytest.raises(ConfigError, match="SMPKIT_EVENTS_STEPS"):
         smp.init({"microbatches": 1})
+
+
+# --- memory: what a rank holds by kind is what its tensors hold -------------------------------------------------------
+
+
+ROWS, LAYERS = 256, 4
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+BOUNDARY_BYTES = 4 * ROWS * WIDTH
+
+
+def samples(folder: Path, offload: bool) -> list[MemorySample]:
+    """Return those of the third step of a model of some layers."""
+    smp.init({"microbatches": MICROBATCHES, "offload_activations": offload, "skip_tracing": True})
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
+    model = smp.DistributedModel(layers)
+    if offload:
+        smp.set_activation_checkpointing(layers, strategy="each")
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        train_step(model, torch.ones(MICROBATCHES * ROWS, WIDTH))
+        optimizer.step()
+    smp.shutdown()
+    log = read_events(folder / "events_0.jsonl")
+    return [event for event in log.events if isinstance(event, MemorySample) and event.step == 2]
+
+
+def test_what_is_held_is_what_tensors_and_autograd_hold(events: Path) -> None:
+    found = samples(events, offload=False)
+    weights = LAYERS * LAYER_BYTES
+    assert {each.weights for each in found} == {weights}
+    assert {each.states for each in found} == {2 * weights + 2 * LAYERS * 4}  # and its count of steps, by parameter
+    assert (found[0].gradients, found[-1].gradients) == (0, weights)
+    assert {each.offloaded for each in found} == {0}
+    if found[0].activations == -1:
+        return  # this C library does not count
+    saved = LAYERS * BOUNDARY_BYTES  # the input of the first layer was there before, the output of the last is squared
+    most = max(each.activations for each in found)
+    assert saved <= most <= 3 * saved, "activations grow to what autograd saves"
+    assert found[-1].activations < BOUNDARY_BYTES, "and go with backward"
+
+
+def test_what_offloading_moves_and_holds_is_counted(events: Path) -> None:
+    found = samples(events, offload=True)
+    assert max(each.offloaded for each in found) >= BOUNDARY_BYTES
+    assert found[-1].bytes_out >= found[-1].bytes_back > 0
+    assert found[-1].bytes_out % BOUNDARY_BYTES == 0
+    assert max(each.parked for each in found) >= BOUNDARY_BYTES
