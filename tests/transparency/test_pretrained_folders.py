@@ -18,6 +18,7 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from tests.models import MODELS, Case, gpt2
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.two_layers import wrap
 from tests.torch.steps import in_a_row, on_ranks, train_step
 from tests.train import Way, batch, training
 
@@ -98,9 +99,8 @@ def loaded_by_transformers(folder: Path) -> Values:
 
 
 def plain_model(width: int = 4) -> Any:
-    smp.init()
     torch.manual_seed(0)
-    return smp.DistributedModel(nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2).bfloat16()))
+    return wrap(nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2).bfloat16()))
 
 
 def test_a_model_without_a_configuration_is_a_file_of_the_safetensors_library(tmp_path: Path) -> None:
@@ -119,19 +119,14 @@ def test_a_model_without_a_configuration_is_a_file_of_the_safetensors_library(tm
 
 
 def test_a_folder_of_the_bare_model_fits_one_with_a_head_and_the_other_way_round(tmp_path: Path) -> None:
-    smp.init()
-    model = smp.DistributedModel(gpt2())
+    model = wrap(gpt2())
     smp.save_pretrained(tmp_path / "head")
     whole = {name: value.clone() for name, value in model.state_dict().items()}
-    smp.shutdown()
-    smp.init()
-    bare = smp.DistributedModel(gpt2().transformer)  # type: ignore[arg-type]
+    bare = wrap(gpt2().transformer)  # type: ignore[arg-type]
     smp.load_pretrained(tmp_path / "head")
     assert all(torch.equal(value, whole[f"transformer.{name}"]) for name, value in bare.state_dict().items())
     smp.save_pretrained(tmp_path / "bare")
-    smp.shutdown()
-    smp.init()
-    model = smp.DistributedModel(gpt2())
+    model = wrap(gpt2())
     smp.load_pretrained(tmp_path / "bare")
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
@@ -174,7 +169,6 @@ def test_what_is_wrong_with_a_folder_is_said(damage: str, message: str, tmp_path
     if damage == "cut":
         file = tmp_path / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
-    smp.shutdown()
     plain_model()
     with pytest.raises(CheckpointError, match=message):
         smp.load_pretrained(tmp_path)

@@ -25,11 +25,11 @@ from smpkit.errors import CheckpointError, DeadlineError, UsageError
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import folder as folder_module
 from smpkit.torch.checkpoints import reader as reader_module
+from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints import whole as whole_module
 from tests.deadlines import wait_shortly
 from tests.models import MODELS
 from tests.ranks import run_ranks
-from tests.torch.checkpoints.test_background_states import held_back
 from tests.torch.steps import on_ranks
 from tests.train import Training, Way
 
@@ -44,6 +44,23 @@ def begin(way: Way = PIPELINE) -> Training:
     job = Training(CASE, way)
     job.run(0)
     return job
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Let saves write nothing before the end, or before the event is set."""
+    event, write = threading.Event(), saving._write_files
+
+    def held(*args: Any) -> Any:
+        assert event.wait(60), "nobody let the save go on"
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_write_files", held)
+        try:
+            yield event
+        finally:
+            event.set()
 
 
 def check_same_files(folder: Path, first: str, second: str) -> None:
@@ -153,39 +170,6 @@ def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path
     assert (tmp_path / "newest").read_text() == "second_partial\n"
 
 
-class SlowFile:
-    """A file on a disk that takes 0.15 s for a piece."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.flush, self.fileno = file.flush, file.fileno
-
-    def write(self, data: Any) -> None:
-        time.sleep(0.15)
-        self._file.write(data)
-
-
-@on_ranks(2)
-def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
-    """One rank saves for longer than the others wait for a sign of it."""
-    begin()
-    open_file: Any = folder_module._CheckedFile.__init__
-
-    def open_slowly(self: Any, file: Any, go_on: Any) -> None:
-        open_file(self, SlowFile(file) if smp.rank() == 1 else file, go_on)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_module, "PIECE_BYTES", 128)
-        patch.setattr(folder_module._CheckedFile, "__init__", open_slowly)
-        start = time.monotonic()
-        pending = smp.save_checkpoint(tmp_path, "slow", blocking=False)
-        wait_shortly(3)
-        assert pending is not None
-        pending.wait(60)
-    assert time.monotonic() - start > 4, "else nobody had to wait"
-    assert (tmp_path / "newest").read_text() == "slow_partial\n"
-
-
 @contextlib.contextmanager
 def slow(place: Any, name: str) -> Iterator[None]:
     """Let the first calls on rank 0 take 3.6 s."""
@@ -200,6 +184,18 @@ def slow(place: Any, name: str) -> Iterator[None]:
         patch.setattr(place, name, slowly)
         yield
     assert not left or smp.rank() > 0, "else nobody had to wait"
+
+
+@on_ranks(2)
+def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
+    """One rank saves for longer than the other waits for a sign of it."""
+    begin()
+    with slow(folder_module, "pieces_of"):
+        pending = smp.save_checkpoint(tmp_path, "slow", blocking=False)
+        wait_shortly(3)
+        assert pending is not None
+        pending.wait(60)
+    assert (tmp_path / "newest").read_text() == "slow_partial\n"
 
 
 @on_ranks(2)

@@ -182,6 +182,8 @@ def test_going_back_is_said(saved: Path, caplog: pytest.LogCaptureFixture) -> No
         (saved / "newest").write_text("one_partial\n")
         assert resume_from_checkpoint(saved)["step"] == 1
     assert "Resuming from `one_partial`, which `newest` names; `two_partial` was saved later." in caplog.text
+    (saved / "newest").unlink()
+    assert resume_from_checkpoint(saved)["step"] == 2
 
 
 def test_a_system_that_tells_no_cores_resumes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

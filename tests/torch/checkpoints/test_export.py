@@ -16,6 +16,7 @@ from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.export import LAYOUTS, export
 from tests.ranks import run_ranks
+from tests.torch.checkpoints.two_layers import wrap
 from tests.torch.steps import train_step
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -149,8 +150,7 @@ def test_a_damaged_checkpoint_leaves_nothing(name: str, checkpoint: Path, tmp_pa
 
 
 def test_a_parameter_that_float32_cannot_hold_is_refused(tmp_path: Path) -> None:
-    smp.init()
-    smp.DistributedModel(nn.Linear(2, 2).double())
+    wrap(nn.Linear(2, 2).double())
     smp.save_checkpoint(tmp_path, "one")
     smp.shutdown()
     with pytest.raises(UsageError, match="`weight` is float64, and SMP v1's files hold float32"):

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import smpkit.torch as smp
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.checkpoints import agreement, background
 from smpkit.torch.checkpoints import folder as checkpoint_files
+from tests.forked import Script
 from tests.ranks import run_ranks
 from tests.torch.checkpoints.two_layers import plain
 from tests.torch.steps import train_step
@@ -90,3 +92,80 @@ def test_every_moment_of_a_save(victim: int, after: bool, tmp_path: Path) -> Non
     assert moments >= 5
     for moment in range(1, moments + 1):
         check(tmp_path / str(moment), victim, moment, after)
+
+
+# --- told to stop while a save runs in the background -----------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[3]
+
+
+SCRIPT = """
+import os, signal, sys, threading, time, torch
+import smpkit.torch as smp
+from smpkit.torch.checkpoints import save as saving
+{handler}
+smp.init({{}})
+model = smp.DistributedModel(torch.nn.Linear(64, 64))
+smp.save_checkpoint({folder!r}, "good", user_content="good")
+write = saving._write_files
+def slowly(save, part, go_on):
+    first, *others = part.contents
+    content = part.contents.pop(first)
+    write(save, part, go_on)
+    os.write(1, b"writing\\n")
+    time.sleep(1.5)
+    part.contents[first] = content
+    return write(save, part, go_on)
+saving._write_files = slowly
+smp.save_checkpoint({folder!r}, "last", user_content="last", blocking=False)
+while not {until}:
+    time.sleep(0.01)
+"""
+
+ENDS = "signal.signal(signal.SIGTERM, lambda *_: (signal.signal(signal.SIGTERM, signal.SIG_IGN), sys.exit()))"
+STOPPED_AS_THE_THREAD_STARTS = f"""
+{ENDS}
+start = threading.Thread.start
+def stopped(thread):
+    start(thread)
+    if thread.name == "smpkit-save":
+        os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread.start = stopped
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "until", "newest"),
+    [
+        ("", "False", "good"),
+        ("", "smp.stop_requested()", "last"),
+        (ENDS, "False", "last"),
+        (STOPPED_AS_THE_THREAD_STARTS, "False", "last"),
+    ],
+    ids=["no handler", "stop_requested", "own handler", "own handler as the thread starts"],
+)
+def test_sigterm_in_a_save(handler: str, until: str, newest: str, tmp_path: Path) -> None:
+    """The save ends, or leaves the one before whole and `newest` as it was."""
+    path, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    path.write_text(SCRIPT.format(handler=handler, until=until, folder=str(folder)))
+    script = Script(path, env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)})
+    try:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "writing\n"
+        script.send_signal(signal.SIGTERM)
+        _, said = script.communicate(timeout=60)
+    finally:
+        script.kill()
+    assert script.returncode == (0 if newest == "last" else -signal.SIGTERM), said
+    assert (folder / "newest").read_text() == f"{newest}_partial\n"
+    expected = ["good_partial", "last_partial"] if newest == "last" else ["good_partial"]
+    assert sorted(each.name for each in folder.glob("*_partial")) == expected
+    smp.init({})
+    smp.DistributedModel(nn.Linear(64, 64))
+    try:
+        assert smp.resume_from_checkpoint(folder) == newest
+        smp.save_checkpoint(folder, "next")
+    finally:
+        smp.shutdown()
+    assert not list(folder.glob(".*"))  # what the killed save left is gone

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import smpkit.torch as smp
-from smpkit.errors import CheckpointError, UsageError
+from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.save_load import load, save
 from tests.ranks import run_ranks
 
@@ -127,8 +127,3 @@ def test_the_file_may_be_overwritten_while_the_loaded_tensors_are_in_use(tmp_pat
     loaded = load(tmp_path / "f")
     (tmp_path / "f_0").write_bytes(b"")
     assert loaded["x"].sum() == 1000
-
-
-def test_saving_needs_init(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"smp.init\(\) has not been called"):
-        save(1, tmp_path / "f")

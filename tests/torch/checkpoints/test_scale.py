@@ -16,9 +16,8 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import agreement, folder, reader
 from smpkit.torch.checkpoints.entries import MAX_WRITERS, Chunk, writers_of
-from smpkit.torch.checkpoints.folder import Index, find_corruption, read_index
+from smpkit.torch.checkpoints.folder import find_corruption, read_index
 from smpkit.torch.checkpoints.reader import Reader, ReadSlice, Target, read_into
-from smpkit.torch.checkpoints.resume import files_to_check
 from smpkit.torch.checkpoints.tensors import open_tensors
 from smpkit.torch.distributed.objects import object_from
 from tests.torch.steps import on_ranks
@@ -51,22 +50,6 @@ def test_the_plan_of_a_save_and_of_a_resume_is_linear(num_ranks: int) -> None:
     assert own.items() <= writers.items()
     model_files = {writers[name] for name, *_ in items if name.startswith("weight")}
     assert len(model_files) <= MAX_WRITERS, "whatever the number of ranks, of which each opens these when it resumes"
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "sizes"),
-    [(3, (1, 50, 3, 50, 7, 40, 9)), *((count, range(1000, 1000 + 2 * count)) for count in (8, 64, 512))],
-)
-def test_ranks_divide_the_files_that_a_resume_checks(num_ranks: int, sizes: Sequence[int]) -> None:
-    entry = {"crc32": 1, "rank": 0, "host": "", "folder": 0}
-    models = {f"model_{number}": {**entry, "size": size} for number, size in enumerate(sizes)}
-    index = Index("x", "", 1, {}, "float32", "", {**models, "optimizer_0": {**entry, "size": 1}})
-    for loads_optimizer in (True, False):
-        shares = [files_to_check(index, position, num_ranks, loads_optimizer) for position in range(num_ranks)]
-        checked = sorted(name for share in shares for name in share)
-        assert checked == sorted(index.files if loads_optimizer else models), "each file is compared once"
-        most = max(sum(index.files[name]["size"] for name in share) for share in shares)
-        assert most < sum(sizes) / num_ranks + max(sizes) / 4
 
 
 class CountingReader(Reader):

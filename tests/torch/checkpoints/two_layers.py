@@ -15,11 +15,17 @@ def plain(*widths: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Linear(hidden, outputs))
 
 
-def make(*widths: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
-    """Start smpkit, and return both, wrapped."""
+def wrap(module: nn.Module, **config: Any) -> Any:
+    """Start smpkit, anew if it runs, and return the module wrapped."""
+    smp.shutdown()
     smp.init(config)
+    return smp.DistributedModel(module)
+
+
+def make(*widths: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
+    """Start smpkit, anew if it runs, and return both, wrapped."""
     torch.manual_seed(seed)
-    model = smp.DistributedModel(plain(*widths))
+    model = wrap(plain(*widths), **config)
     return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
 
 
