@@ -7,6 +7,8 @@ have one tag.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +26,11 @@ from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.distributed.init import message_groups
 from smpkit.torch.pipeline.messages import Message, P2PTransfer
 from smpkit.torch.pipeline.transport import GpuLink, Transport
-from tests.models import MODELS, Case
+from tests.models import CASES, MODELS, Case
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_rerecorded import SKIPPING, WAYS
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Way, same, train
+from tests.train import Trace, Way, same, train, train_with_sleeps
 
 VALUES = {
     0: torch.arange(6.0).view(2, 3),
@@ -150,6 +152,11 @@ def train_over_links(case: Case, way: Way) -> Trace:
         return train(case, way)
 
 
+def train_late_over_links(seed: int, case: Case, way: Way) -> Trace:
+    with links():
+        return train_with_sleeps(seed, case, way)
+
+
 ROWS = [
     ("skip connections", Way(pipeline=3, placement=13)),
     ("tied neighbours", Way(pipeline=3, placement=-1, config={"pipeline": "simple"})),
@@ -163,14 +170,28 @@ def test_models_train_over_links(model: str, way: Way) -> None:
     same(MODELS[model], way, by=train_over_links)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_between_gpus(model: str, degree: int) -> None:
+    for placement, schedule in itertools.product((None, 11), ("interleaved", "simple")):
+        way = Way(pipeline=degree, placement=placement, config={"pipeline": schedule})
+        same(MODELS[model], way, by=train_over_links)
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 100)]])
+def test_delays_change_nothing_between_gpus(seed: int) -> None:
+    way = Way(pipeline=4, placement=12, microbatches=8)
+    same(CASES["skip connections"], way, by=functools.partial(train_late_over_links, seed))
+
+
 @pytest.mark.also_on("sim:copies:0", way=WAYS[1])
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_microbatches_may_leave_the_record(way: Way) -> None:
     same(SKIPPING, way, by=train_over_links)
 
 
-@on_ranks(2)
-def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> None:
+def unforeseen() -> None:
     """Send a lazy negative, and more than the receiver has made memory for."""
     transport = connected()
     for number, value in enumerate([torch.tensor([1 + 2j]).conj().imag, VALUES[5]]):
@@ -183,3 +204,8 @@ def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> N
             assert arrived is not None
             assert torch.equal(arrived, value.to(state.device))
     transport.end_step()
+    smp.shutdown()
+
+
+def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> None:
+    run_ranks(unforeseen, 2)
