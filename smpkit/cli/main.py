@@ -193,6 +193,7 @@ def _usage(error: click.ClickException) -> int:
             hint = f"did you mean `{meant}`?"
         elif error.option_name in ("-m", "--module") and "--pdb" in names:  # of `run`: so python and torchrun spell it
             hint = "name a script that holds `import runpy; runpy.run_module('NAME', run_name='__main__')`"
+    message = message.replace("valid float range", "number").replace("valid integer range", "valid integer")
     message = re.sub(r"\s+", " ", re.sub(r"'([^' ]+)'", r"`\1`", message)).strip().rstrip(".")
     _console.print_failure(message[:1].lower() + message[1:], hint)
     return error.exit_code

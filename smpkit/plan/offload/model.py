@@ -249,7 +249,8 @@ def largest_parameters(
     largest = bisect_right(range(1, int(room)), room, key=peak)
     if not largest:
         raise UsageError(
-            f"{host_bytes / 1024**3:g} GiB of host memory hold no model with {model.num_tokens} tokens per step",
-            hint="use fewer tokens, or a smaller reserve",
+            f"{host_bytes / 1024**3:g} GiB of host memory, of which {reserve_bytes / 1024**3:g} GiB are left free, hold no"
+            f" model with {model.num_tokens} tokens per step",
+            hint="use fewer tokens, or a host with more memory",
         )
     return largest
