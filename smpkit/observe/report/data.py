@@ -234,7 +234,7 @@ def _events(folder: Path, missing: dict[str, str]) -> Run | None:
         find_events(folder)
     except SmpkitError:
         missing["events"] = (
-            "No events were recorded: `smpkit run` records them unless told otherwise, and any other job where the "
+            "No events were recorded: `smpkit run` records them from `smp.init()` on, and any other job where the "
             "variable `SMPKIT_EVENTS_DIR` names a folder on every host."
         )
         return None
