@@ -34,7 +34,7 @@ COMMANDS: Final[dict[str, str]] = {
     "doctor": "Check this machine, the cloud or cluster, and everything the job file refers to.",
     "validate": "Check a job file and report every problem, with its line.",
     "plan-offload-model": "Show what a step of smpkit.OffloadModel takes and holds, on one device.",
-    "calibrate": "Measure this machine, for `smpkit tune` and `smpkit plan`.",
+    "calibrate": "Measure this machine, for `smpkit tune` and the summaries of runs.",
     "tune": "Search for the fastest configuration of a job.",
     "schema": "Print the JSON Schema of the configuration.",
     "compat": "Run a command in which `import smdistributed.modelparallel.torch` finds smpkit.",
