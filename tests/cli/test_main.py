@@ -65,6 +65,13 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
                 "`import runpy; runpy.run_module('NAME', run_name='__main__')`\n"
             ),
         ),
+        (
+            ["run", "train.py", "--steps", "3"],
+            (
+                "error: no such option: `--steps`\n"
+                "hint: did you mean `--hosts`? `smpkit run SCRIPT -- --steps ...` gives it to the script\n"
+            ),
+        ),
         (["validate", "--jsn", "x"], "error: no such option: `--jsn`\nhint: did you mean `--json`?\n"),
         (
             ["plan-offload-model", "--params", "7b"],
@@ -82,6 +89,7 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
         "global option",
         "of mpirun",
         "of python",
+        "of a script",
         "option",
         "number",
         "argument",
