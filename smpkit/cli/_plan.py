@@ -60,7 +60,7 @@ def run(
 
 def _world_of_degrees(degrees: dict[str, Any], overrides: Sequence[Override]) -> World:
     if overrides:
-        raise UsageError("`--set` changes a setting of a file, and none is given", hint="name a job file")
+        raise UsageError("`--set`, `-p` and `-H` change settings of a file, and none is given", hint="name a job file")
     if not degrees:
         raise UsageError("neither a file nor a degree is given", hint="try `smpkit plan job.yaml`, or `--pp 4`")
     if degrees.get("tensor_parallel_degree", 1) > 1:

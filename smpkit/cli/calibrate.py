@@ -34,7 +34,7 @@ _STARTING_SECONDS: Final = 240
     help="The file to write (calibration.json).",
 )
 def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
-    """Measure this machine, for `smpkit tune` and `smpkit plan`.
+    """Measure this machine, for `smpkit tune` and the summaries of runs.
 
     Ranks measure matrix products by size and dtype, memory, the link between device and host, messages and collectives
     by size and group, and the optimizer on the CPU.

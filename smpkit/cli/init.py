@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Final
@@ -101,8 +102,14 @@ def init(folder: Path, entry_point: str | None, force: bool) -> None:
     the one that looks most like the one that trains.
     """
     scripts = _scripts(folder)
-    if entry_point is not None and not (folder / entry_point).is_file():
-        raise UsageError(f"`{folder / entry_point}` is not a script", hint=suggestion(entry_point, scripts))
+    if entry_point is not None:
+        script = folder / entry_point
+        if not script.is_file() or script.suffix not in (".py", ".sh"):
+            raise UsageError(f"`{script}` is not a script", hint=suggestion(entry_point, scripts))
+        entry_point = os.path.relpath(script, folder)
+        if entry_point.startswith(".."):
+            hint = f"`smpkit init {shlex.quote(str(script.parent))} --entry-point {shlex.quote(script.name)}`"
+            raise UsageError(f"`{script}` is not in `{folder.absolute()}`, where the job file would be", hint=hint)
     named = entry_point or next(iter(scripts), None)
     ours = {"job.yaml": JOB, "train.py": SCRIPT} if named is None else {"job.yaml": _job_of(named)}
     files = {folder / name: text for name, text in ours.items()}

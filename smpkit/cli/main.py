@@ -34,7 +34,7 @@ COMMANDS: Final[dict[str, str]] = {
     "doctor": "Check this machine, the cloud or cluster, and everything the job file refers to.",
     "validate": "Check a job file and report every problem, with its line.",
     "plan-offload-model": "Show what a step of smpkit.OffloadModel takes and holds, on one device.",
-    "calibrate": "Measure this machine, for `smpkit tune` and `smpkit plan`.",
+    "calibrate": "Measure this machine, for `smpkit tune` and the summaries of runs.",
     "tune": "Search for the fastest configuration of a job.",
     "schema": "Print the JSON Schema of the configuration.",
     "compat": "Run a command in which `import smdistributed.modelparallel.torch` finds smpkit.",
@@ -189,10 +189,13 @@ def _usage(error: click.ClickException) -> int:
         message = f"no such option: `{printable(error.option_name)}`"
         names = [name for param in ctx.command.get_params(ctx) for name in param.opts] if ctx is not None else []
         meant = "--ranks" if error.option_name in _RANKS and "--ranks" in names else closest(error.option_name, names)
-        if meant is not None:
-            hint = f"did you mean `{meant}`?"
-        elif error.option_name in ("-m", "--module") and "--pdb" in names:  # of `run`: so python and torchrun spell it
-            hint = "name a script that holds `import runpy; runpy.run_module('NAME', run_name='__main__')`"
+        hints = [] if meant is None else [f"did you mean `{meant}`?"]
+        if "--pdb" in names and meant != "--ranks":  # of `run`, behind whose script python and torchrun take anything
+            is_module, option = error.option_name in ("-m", "--module"), printable(error.option_name)
+            module = "name a script that holds `import runpy; runpy.run_module('NAME', run_name='__main__')`"
+            hints.append(module if is_module else f"`smpkit run SCRIPT -- {option} ...` gives it to the script")
+        hint = " ".join(hints) or hint
+    message = message.replace("valid float range", "number").replace("valid integer range", "valid integer")
     message = re.sub(r"\s+", " ", re.sub(r"'([^' ]+)'", r"`\1`", message)).strip().rstrip(".")
     _console.print_failure(message[:1].lower() + message[1:], hint)
     return error.exit_code

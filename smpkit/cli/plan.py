@@ -38,7 +38,8 @@ def plan(file: Path | None, **options: Any) -> int:
 
     MODULE:FACTORY is imported from the job's `source_dir`, or the current folder. It returns a torch.nn.Module, or a
     pair of it and the arguments for one microbatch; then compute, activations and the values that travel between stages
-    are known too. Its tensors have no data, so a model that fits no machine can be planned.
+    are known too, without those of a loss that the script computes itself. Its tensors have no data, so a model that
+    fits no machine can be planned.
     """
     if file is not None:
         refuse(_DEGREES, "beside a file", "change a setting of it with `--set`")

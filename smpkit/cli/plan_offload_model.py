@@ -93,17 +93,20 @@ def _plan(memory_gib: float | None, host_memory_gib: float | None, options: dict
     updates = options["updates"] * 1e9
     machine = Machine(options["tflops"] * 1e12, link, link, updated_parameters_per_second=updates)
     device, host = round(device_peak_bytes(model) + WORKSPACE_BYTES), round(host_peak_bytes(model))
-    limits = {"device": (device, memory_gib), "host": (host, host_memory_gib)}
+    fits: dict[str, bool] = {}
     largest = None
-    if host_memory_gib is not None:
+    if memory_gib is not None:
+        fits["device"] = device <= memory_gib * _GIB
+    if host_memory_gib is not None:  # some of it is left free for the process itself
         largest = largest_parameters(replace(model, num_parameters=1), host_memory_gib * _GIB)
+        fits["host"] = model.num_parameters <= largest
     return Plan(
         model,
         machine,
         {str(update): step_time(model, machine, update) for update in Update},
         device,
         host,
-        {place: size <= limit * _GIB for place, (size, limit) in limits.items() if limit is not None},
+        fits,
         largest,
     )
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -51,8 +50,9 @@ def report(
         opened = [_open(each, chosen, stack) for each in ((name,) if other is None else (name, other))]
         contents = [content_of(run) for run, _ in opened]
     if as_json:
-        shown = [asdict(content) for content in contents]
-        click.echo(json.dumps(shown[0] if other is None else shown, indent=2))
+        from pydantic_core import to_json
+
+        click.echo(to_json(contents[0] if other is None else contents, indent=2, inf_nan_mode="strings"))
         return
     for content in contents:
         if "events" in content.missing:  # who sends a report should know before

@@ -12,7 +12,8 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._console import table, width
 from smpkit.cli.options import refuse
-from smpkit.observe.runs import SUMMARY, Run, find_runs, open_run
+from smpkit.errors import UsageError
+from smpkit.observe.runs import EVENTS, JOB, LOGS, SUMMARY, VALUES, Run, find_runs, open_run
 from smpkit.observe.values import read_values
 from smpkit.units import amount, count
 
@@ -37,6 +38,8 @@ def runs(name: str | None, last: int, as_json: bool) -> None:
     """
     if name is not None:
         refuse(("last",), "beside the name of a run", "remove one of them")
+        if not any((open_run(name).path / each).exists() for each in (JOB, EVENTS, LOGS, SUMMARY, VALUES)):
+            raise UsageError(f"`{name}` is not the folder of a run", hint="`smpkit runs` lists them")
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
     entries = [(run, _summary(run), _last_values(run)) for run in chosen]
     if as_json:

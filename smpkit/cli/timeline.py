@@ -14,7 +14,7 @@ from smpkit.cli._console import table, width, write_file
 from smpkit.config.words import printable
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.observe.runs import open_run
-from smpkit.units import amount, seconds
+from smpkit.units import amount, seconds, things
 
 if TYPE_CHECKING:
     from smpkit.observe.executed import ExecutedStep
@@ -96,7 +96,7 @@ def _report(run: Run, step: ExecutedStep, pipeline: int) -> Iterator[str]:
     mesh, count = run.mesh, step.executed.schedule.num_microbatches
     replica = f", pipeline {pipeline} of {len(run.pipelines)}" if len(run.pipelines) > 1 else ""
     named = f"step {step.number} of {_range(run.steps)}, `{printable(step.name)}`"
-    yield f"{named}: {seconds(step.step_seconds)}, {count} microbatches"
+    yield f"{named}: {seconds(step.step_seconds)}, {things(count, 'microbatch')}"
     yield f"{mesh.size} ranks: pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}{replica}"
     yield ""
     yield from _pictures(step)

@@ -238,7 +238,7 @@ def find_events(folder: Path) -> list[Path]:
             return [paths[rank] for rank in sorted(paths)]
     raise EventsError(
         f"there are no events in `{folder}`",
-        hint="`smpkit run` records them, and any other job with the variable SMPKIT_EVENTS_DIR",
+        hint="`smpkit run` records them from `smp.init()` on, and any other job with the variable SMPKIT_EVENTS_DIR",
     )
 
 

@@ -38,6 +38,9 @@ from smpkit.torch.placement.units import units_of
 _SPEED: Final = Speed(150e12, LinkSpeed(25e9, 25e9))
 """What `smpkit plan` assumes; of memory only what offloading keeps on the device depends on it."""
 
+_MORE_STATES: Final = ("momentum", "amsgrad", "centered")
+"""Options for which torch's optimizers keep more than `OPTIMIZERS` says."""
+
 _latest: tuple[ModelFacts, ModelParallelConfig, str, Plan | None] | None = None
 """The latest plan, behind what it was made for."""
 _own_facts: WeakKeyDictionary[WrappedModel, ModelFacts] = WeakKeyDictionary()
@@ -124,12 +127,11 @@ def _facts() -> ModelFacts | None:
 
 
 def _plan() -> Plan | None:
-    """Return the plan, made once for each model and optimizer."""
+    """Return the plan, made once for each model and optimizer; None if one of them is not known well enough."""
     global _latest  # noqa: PLW0603
-    facts = _facts()
-    if facts is None:
+    facts, cfg, optimizer = _facts(), state.cfg, _optimizer()
+    if facts is None or optimizer is None:
         return None
-    cfg, optimizer = state.cfg, _optimizer()
     # The objects themselves: after `smp.shutdown()` another model's facts may lie where these did.
     if _latest is None or _latest[0] is not facts or _latest[1] is not cfg or _latest[2] != optimizer:
         try:
@@ -144,11 +146,11 @@ def _plan() -> Plan | None:
     return _latest[3]
 
 
-def _optimizer() -> str:
-    """Return the optimizer's name in plans; one that they do not know counts as SGD, which keeps no states."""
+def _optimizer() -> str | None:
+    """Return the optimizer's name in plans; None for one of which they do not know what it keeps."""
     if state.optimizer is None:
         return "sgd"
-    name = type(state.optimizer.optimizer).__name__.lower()
-    if name == "sgd" and any(each.get("momentum") for each in state.optimizer.param_groups):
-        return "momentum"
-    return name if name in OPTIMIZERS else "sgd"
+    names = (each.__name__.lower() for each in type(state.optimizer.optimizer).__mro__)  # FusedAdam is torch's Adam
+    name = next((name for name in names if name in OPTIMIZERS), None)
+    used = {key for group in state.optimizer.param_groups for key in _MORE_STATES if group.get(key)}
+    return "momentum" if name == "sgd" and used == {"momentum"} else None if used else name

@@ -58,3 +58,19 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
     Path("sample.py").touch()
     done = smpkit("init", "--entry-point", "sampel.py")
     assert (done.exit_code, done.stderr) == (2, "error: `sampel.py` is not a script\nhint: did you mean `sample.py`?\n")
+
+
+def test_a_script_elsewhere_gets_its_job_file_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("../there/train.py", "notes.txt"):
+        Path(name).touch()
+    done = smpkit("init", "--entry-point", "../there/train.py")
+    assert (done.exit_code, sorted(Path().iterdir())) == (2, [Path("notes.txt")])
+    assert done.stderr.endswith("hint: `smpkit init ../there --entry-point train.py`\n")
+    assert smpkit("init", "--entry-point", "notes.txt").stderr == "error: `notes.txt` is not a script\n"
+    assert smpkit("init", "../there", "--entry-point", str(tmp_path / "there/train.py")).exit_code == 0
+    assert smpkit("validate", "../there/job.yaml").exit_code == 0

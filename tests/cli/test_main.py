@@ -65,11 +65,36 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
                 "`import runpy; runpy.run_module('NAME', run_name='__main__')`\n"
             ),
         ),
+        (
+            ["run", "train.py", "--steps", "3"],
+            (
+                "error: no such option: `--steps`\n"
+                "hint: did you mean `--hosts`? `smpkit run SCRIPT -- --steps ...` gives it to the script\n"
+            ),
+        ),
         (["validate", "--jsn", "x"], "error: no such option: `--jsn`\nhint: did you mean `--json`?\n"),
+        (
+            ["plan-offload-model", "--params", "7b"],
+            (
+                "error: invalid value for `--params`: `7b` is not a number\n"
+                "hint: `smpkit plan-offload-model --help` shows the usage\n"
+            ),
+        ),
         (["validate"], "error: missing argument `FILE`\nhint: `smpkit validate --help` shows the usage\n"),
         (["\x1b[31m"], "error: no such command: `\\x1b[31m`\nhint: `smpkit --help` shows the usage\n"),
     ],
-    ids=["command", "unknown command", "global option", "of mpirun", "of python", "option", "argument", "escape"],
+    ids=[
+        "command",
+        "unknown command",
+        "global option",
+        "of mpirun",
+        "of python",
+        "of a script",
+        "option",
+        "number",
+        "argument",
+        "escape",
+    ],
 )
 def test_wrong_usage_is_one_sentence_and_a_hint(arguments: list[str], error: str, smpkit: Smpkit) -> None:
     result = smpkit(*arguments)

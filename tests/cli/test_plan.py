@@ -195,7 +195,7 @@ def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
     [
         ([], "error: neither a file nor a degree is given\nhint: try `smpkit plan job.yaml`, or `--pp 4`\n"),
         (["job.yaml", "--pp", "2"], "error: `--pipeline-parallel-degree` cannot be given beside a file\n"),
-        (["--set", "a=1"], "error: `--set` changes a setting of a file, and none is given\n"),
+        (["-p", "a=1"], "error: `--set`, `-p` and `-H` change settings of a file, and none is given\n"),
         (["--pp", "2", "--ranks", "3"], "error: 1 problem in the plan"),
         (["--pp", "2", "--ranks", "4", "--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts"),
         (["--pp", "0"], "pipeline_parallel_degree"),

@@ -50,6 +50,12 @@ def test_what_does_not_fit_is_said(smpkit: Smpkit) -> None:
     assert "parameters fit 64 GiB of host memory" in result.stdout
 
 
+def test_a_model_that_needs_what_is_left_free_does_not_fit(smpkit: Smpkit) -> None:
+    needed = json.loads(smpkit(*_ARGUMENTS, "--json").stdout)["host_peak_bytes"] / 2**30
+    limits = {limit: smpkit(*_ARGUMENTS, "--host-memory-gib", str(limit)) for limit in (needed + 7.9, needed + 8.1)}
+    assert [result.exit_code for result in limits.values()] == [1, 0]
+
+
 def test_size_can_come_from_a_model(folder: Path, smpkit: Smpkit) -> None:
     (folder / "zoo.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(10, 10, bias=False)\n")
     content = json.loads(smpkit("plan-offload-model", "--model", "zoo:build", "--json").stdout)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from smpkit.cli._run import begin_run
 from smpkit.config.load import load_job
 from smpkit.observe.report.data import content_of
 from smpkit.observe.runs import open_run
+from smpkit.observe.summary import read_summary, write_summary
 from tests.cli.conftest import Smpkit
 from tests.observe.report.folders import write_run
 
@@ -41,6 +44,14 @@ def test_the_data_are_printed(smpkit: Smpkit) -> None:
     assert content["folder"] == "odd-20260102-040506"
     both = json.loads(smpkit("report", "odd-20260102-030405", "odd", "--json").stdout)
     assert [each["folder"] for each in both] == ["odd-20260102-030405", "odd-20260102-040506"]
+
+
+def test_a_loss_that_diverged_is_json(job: Path, smpkit: Smpkit) -> None:
+    folder = job / "runs" / "odd-20260102-040506"
+    write_summary(folder, replace(read_summary(folder), values={"loss": (1.5, math.nan)}))
+    result = smpkit("report", "--json")
+    assert "NaN" not in re.sub('"NaN"', "", result.stdout)
+    assert json.loads(result.stdout)["summary"]["values"] == {"loss": [1.5, "NaN"]}
 
 
 def test_a_run_here_is_found_where_a_back_end_is_set(

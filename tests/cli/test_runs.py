@@ -74,6 +74,8 @@ def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytes
     assert "`smpkit run JOB_FILE` makes one" in done.stderr
     assert json.loads(smpkit("runs", "--json").stdout) == []
     assert [smpkit(command, "gpt").exit_code for command in ("runs", "report", "timeline")] == [2, 2, 2]
+    # A folder of something else is no run that is "running, or lost".
+    assert smpkit("runs", ".").stderr == "error: `.` is not the folder of a run\nhint: `smpkit runs` lists them\n"
 
 
 def test_the_log_of_the_last_run_is_printed_by_rank_pattern_and_end(runs: list[Run], smpkit: Smpkit) -> None:

@@ -19,6 +19,7 @@ from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.speed import Speed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
+from smpkit.torch.run_plan import planned
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, MICROBATCHES = 16, 8, 2
@@ -98,6 +99,32 @@ def test_without_a_pipeline_the_plan_knows_sizes_and_training_is_as_without(eval
     assert stage["activations_bytes"] is None
     assert stage["total_bytes"] == expected.total_bytes - (expected.activations_bytes or 0)
     assert stage["optimizer_bytes"] == 2 * WEIGHTS
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("make", "num_states"),
+    [
+        (smp.optimizers.FusedAdam, 2),
+        (partial(torch.optim.SGD, momentum=0.9), 1),
+        (smp.optimizers.FusedLAMB, None),
+        (partial(torch.optim.RMSprop, momentum=0.9), None),
+        (partial(torch.optim.AdamW, amsgrad=True), None),
+    ],
+    ids=["FusedAdam", "momentum", "FusedLAMB", "RMSprop with momentum", "amsgrad"],
+)
+def test_no_memory_is_planned_for_an_optimizer_whose_states_nobody_knows(
+    make: Any, num_states: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    smp.init({})
+    model = smp.DistributedModel(Counted())
+    smp.DistributedOptimizer(make(model.parameters(), lr=0.1))
+    train_step(model, torch.ones(ROWS, WIDTH))
+    kept = planned()
+    assert (None if kept is None else kept.states) == (None if num_states is None else num_states * WEIGHTS)
+    assert (tmp_path / "plan.json").exists() == (num_states is not None)
+    smp.shutdown()
 
 
 @pytest.mark.parametrize(

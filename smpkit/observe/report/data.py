@@ -65,7 +65,7 @@ class StepTimes:
     begin_s: tuple[float, ...]
     """Since `smp.init()`; of the first rank that began."""
     seconds: tuple[float, ...]
-    """From the first rank's begin to the last one's end."""
+    """Of the pipeline that took longest, from its first rank's begin to its last one's end."""
 
     @property
     def per_second(self) -> tuple[float | None, ...]:
@@ -234,7 +234,7 @@ def _events(folder: Path, missing: dict[str, str]) -> Run | None:
         find_events(folder)
     except SmpkitError:
         missing["events"] = (
-            "No events were recorded: `smpkit run` records them unless told otherwise, and any other job where the "
+            "No events were recorded: `smpkit run` records them from `smp.init()` on, and any other job where the "
             "variable `SMPKIT_EVENTS_DIR` names a folder on every host."
         )
         return None
@@ -363,12 +363,15 @@ def _step_times(run: Run) -> tuple[StepTimes, ...]:
     rows: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
     trains: set[str] = set()
     for number in run.steps:
-        steps = [run.step(rank, number) for rank in range(run.mesh.size)]
-        begin = min(step.span.start_ns for step in steps)
-        end = max(step.span.end_ns for step in steps)
-        name = steps[0].span.name
-        rows[name].append((number, begin * 1e-9, (end - begin) * 1e-9))
-        if any(action.kind != "F" for action in steps[0].actions):
+        # Replicas wait for each other where they average gradients only; in evaluation one may be seconds ahead.
+        pipelines = [[run.step(rank, number).span for rank in ranks] for ranks in run.pipelines]
+        begins = [min(span.start_ns for span in spans) for spans in pipelines]
+        ends = [max(span.end_ns for span in spans) for spans in pipelines]
+        length = max(end - begin for begin, end in zip(begins, ends, strict=True))
+        first = run.step(0, number)
+        name = first.span.name
+        rows[name].append((number, min(begins) * 1e-9, length * 1e-9))
+        if any(action.kind != "F" for action in first.actions):
             trains.add(name)
     return tuple(StepTimes(name, name in trains, *zip(*some, strict=True)) for name, some in rows.items())
 

@@ -248,8 +248,10 @@ def largest_parameters(
 
     largest = bisect_right(range(1, int(room)), room, key=peak)
     if not largest:
+        whole, reserve = host_bytes / 1024**3, reserve_bytes / 1024**3
         raise UsageError(
-            f"{host_bytes / 1024**3:g} GiB of host memory hold no model with {model.num_tokens} tokens per step",
-            hint="use fewer tokens, or a smaller reserve",
+            f"{whole:g} GiB of host memory, of which {reserve:g} GiB are left free,"
+            f" hold no model with {model.num_tokens} tokens per step",
+            hint="use fewer tokens, or a host with more memory",
         )
     return largest

@@ -15,7 +15,10 @@ from smpkit.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What a unit costs; only ratios matter, so compute may be FLOPs or measured seconds."""
+    """What a unit costs, with the operations of the model between it and the next unit, which run on the same rank.
+
+    Only ratios matter, so compute may be FLOPs or measured seconds.
+    """
 
     name: str
     parameters_bytes: int = 0

@@ -129,6 +129,10 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._began: list[str] = []
         """Units whose forwards have begun, in that order."""
         self._running: dict[str, _Running] = {}
+        self._ended: str | None = None
+        """The unit whose forward ended last in this call of the model."""
+        self._counted: Mapping[str, int] = {}
+        """All that had run, by field of a `UnitCost`, when that unit ended, or the model's own forward began."""
         self._counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _flops_of_groups})
         self._kernels = FusedKernels()
         self._counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0, "weight_products": 0}
@@ -141,12 +145,15 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
+        root = self._saved.root
         with contextlib.ExitStack() as stack:
+            stack.enter_context(root.register_forward_pre_hook(self._begin_model))
             for name in self._untried:  # a scripted module takes no hooks
-                module = self._saved.root.get_submodule(name)
+                module = root.get_submodule(name)
                 begin, end = functools.partial(self._begin_unit, name), functools.partial(self._end_unit, name)
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(end))
+            stack.enter_context(root.register_forward_hook(self._end_model))
             for context in (_without_torchs_log(), self, self._counter, self._kernels.installed()):
                 stack.enter_context(context)
             # Every checkpointed call asks the offload engine for the context of a trial.
@@ -166,22 +173,47 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forget(self) -> None:
         self._saved.forget()
 
+    def _begin_model(self, _: nn.Module, __: Any) -> None:
+        self._ended, self._counted = None, self._totals()
+
+    def _end_model(self, _: nn.Module, __: Any, ___: Any) -> None:
+        self._count_between()
+        self._ended, self._counted = None, {}  # the script's own loss, which `smpkit plan` does not see, is no unit's
+
+    def _count_between(self) -> None:
+        """Count what ran since a unit ended, such as `F.relu`, for that unit: it runs where its input is."""
+        if self._ended is not None:
+            self._measured[self._ended] = self._grown(self._measured[self._ended], self._counted)
+            self._saved.begin_unit()
+
+    def _grown(self, known: UnitCost, before: Mapping[str, int]) -> UnitCost:
+        return replace(
+            known, **{key: getattr(known, key) + total - before[key] for key, total in self._totals().items()}
+        )
+
     def _begin_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        before: Mapping[str, int] = self._totals()
+        if not self._running and self._counted:
+            self._count_between()
+            before = before if self._ended is not None else self._counted  # what comes before all units is the first's
         self._began.append(name)
         tensors = tensors_in((args, kwargs)) if torch.is_grad_enabled() else []
         trained = [each for each in tensors if each.requires_grad and not isinstance(each, nn.Parameter)]
         inputs = {storage_of(each): each for each in trained}
-        self._running[name] = _Running(self._live.begin(), self._totals(), len(self._calls), inputs)
+        self._running[name] = _Running(self._live.begin(), before, len(self._calls), inputs)
 
     def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         run = self._running.pop(name)
         self._live.end(run.part)
         inside = [call for call in self._calls[run.num_checkpointed :] if call.unit is None]
-        known = self._measured.get(name, self._untried[name])
-        grown = {key: getattr(known, key) + total - run.totals[key] for key, total in self._totals().items()}
-        grown["working_bytes"] = max(known.working_bytes, run.part.needed)
-        grown["unsaved_input_bytes"] = known.unsaved_input_bytes + self._saved.end_unit(run.inputs)
-        self._measured[name] = _with_checkpointed(known, inside, output_bytes=_bytes_of(output), **grown)
+        known = self._grown(self._measured.get(name, self._untried[name]), run.totals)
+        most = max(known.working_bytes, run.part.needed)
+        unsaved = known.unsaved_input_bytes + self._saved.end_unit(run.inputs)
+        self._measured[name] = _with_checkpointed(
+            known, inside, output_bytes=_bytes_of(output), working_bytes=most, unsaved_input_bytes=unsaved
+        )
+        if not self._running and self._counted:
+            self._ended, self._counted = name, self._totals()
 
     def _flops(self) -> int:
         return self._counter.get_total_flops() + self._kernels.flops
@@ -212,14 +244,18 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for each in inputs:
                 outside.pack(each.detach())
+        boundary = self._saved.total - saved_before
+        if not is_inside_unit:  # the rank of the first unit inside keeps it: see `costs`
+            self._saved.total -= boundary
         self._saved_inside = spared = _SavedBytes(self._saved.root, self._live)
         with saved_tensors_hooks(spared.pack, _another):
             yield
         self._saved_inside = outside
         self._live.end(part)
         unit = None if is_inside_unit else next(iter(self._began[num_units_before:]), None)
-        saved, flops = self._saved.total - saved_before, self._flops() - flops_before
-        self._calls.append(_CheckpointedCall(unit, saved, part.needed, flops, spared.total))
+        if unit is None and not is_inside_unit:
+            self._saved.total += boundary
+        self._calls.append(_CheckpointedCall(unit, boundary, part.needed, self._flops() - flops_before, spared.total))
         spared.forget()
 
 
@@ -311,6 +347,10 @@ class _SavedBytes:
             self.total += tensor.untyped_storage().nbytes()
         self._live.note_saved()
         return _maker_of_another(tensor)
+
+    def begin_unit(self) -> None:
+        """Begin a unit: what was saved since the one before is not its own."""
+        self._since_unit.clear()
 
     def end_unit(self, inputs: Mapping[int, torch.Tensor]) -> int:
         """Return the bytes of a unit's inputs that it has not saved, or that were saved before it; the unit ends."""

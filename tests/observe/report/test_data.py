@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from smpkit.errors import SmpkitError
-from smpkit.observe.events import MessageSpan
-from smpkit.observe.merge import read_run
+from smpkit.observe.events import Event, MessageSpan
+from smpkit.observe.merge import Run, read_run
 from smpkit.observe.report import data
 from smpkit.observe.report.data import Content, Curve, StepTimes, content_of, first_last_and_busiest
 from smpkit.observe.runs import ENVIRONMENT, EVENTS, SUMMARY, VALUES, open_run
 from smpkit.observe.summary import RunSummary, write_summary
 from smpkit.observe.values import Logged, ValueWriter
+from smpkit.plan.mesh import Mesh
 from tests.observe.report.folders import MIB, STEPS, write_events, write_run
 
 
@@ -29,6 +31,21 @@ def test_steps_and_their_pace(content: Content) -> None:
     length = times.begin_s[1] - times.begin_s[0]
     assert times.per_second[:-1] == pytest.approx([1 / length] * (STEPS - 1))
     assert times.per_second[-1] is None
+
+
+def test_a_step_is_no_longer_where_a_replica_runs_ahead(tmp_path: Path) -> None:
+    run = read_run(write_events(tmp_path))
+    mesh = Mesh.from_world(2, 1, 1, "cluster")
+    alone = [replace(log.header, pp=0, rdp=log.header.rank, pp_size=1, rdp_size=2) for log in run.logs]
+    late = [replace(log, header=one) for log, one in zip(run.logs, alone, strict=True)]
+    late[1] = replace(late[1], events=tuple(_later(event) for event in late[1].events))
+    [together], [ahead] = (data._step_times(Run(mesh, tuple(logs))) for logs in (run.logs, late))
+    assert ahead.seconds == together.seconds
+    assert ahead.begin_s == together.begin_s
+
+
+def _later(event: Event) -> Event:
+    return replace(event, **{name: value + 10**9 for name, value in vars(event).items() if name.endswith("_ns")})
 
 
 def test_the_function_that_trains_is_the_main_one() -> None:

@@ -118,5 +118,5 @@ def test_impossible_models_are_refused(changes: dict[str, object], message: str)
 def test_machines_and_hosts_that_do_nothing_are_refused() -> None:
     with pytest.raises(UsageError, match="`flops_per_second` is 0"):
         Machine(flops_per_second=0)
-    with pytest.raises(UsageError, match="8 GiB of host memory hold no model with 32 tokens per step"):
+    with pytest.raises(UsageError, match="8 GiB are left free, hold no model with 32 tokens per step"):
         largest_parameters(OffloadedModel(1, 4, 32), 8 * _GIB)

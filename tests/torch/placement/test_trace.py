@@ -327,12 +327,44 @@ def test_operators_of_a_unit_are_counted_and_what_those_move_whose_products_nobo
     model, rows = Twice(), 6
     first, second = costs_of(model, torch.zeros(rows, WIDTH))
     assert (first.name, second.name) == ("blocks.0", "blocks.1")
-    # t, addmm, relu, add_, view, view; the multiplication between units is no unit's.
-    assert (first.operations, second.operations) == (12, 6)
+    # t, addmm, relu, add_, view, view; the multiplication between units is of the unit before.
+    assert (first.operations, second.operations) == (12 + 1, 6)
     # relu and add_ read and write the value; views move nothing, and the product's time follows from its operations.
     value = rows * WIDTH * 4
-    assert (first.moved_bytes, second.moved_bytes) == (2 * 4 * value, 4 * value)
+    assert (first.moved_bytes, second.moved_bytes) == (2 * 4 * value + 2 * value, 4 * value)
     assert second.flops == 2 * rows * WIDTH * WIDTH
+
+
+class Between(nn.Module):
+    """A U-Net of one level: what its activations, its pooling and its joints keep is kept between units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm, self.deep = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)
+        self.up, self.out = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = functional.silu(self.norm(self.down(x.exp())))
+        deep = functional.silu(self.deep(functional.max_pool2d(kept, 2)))
+        return self.out(torch.cat([self.up(deep), kept], 1)).sigmoid()
+
+
+def test_what_is_kept_between_units_is_counted_for_the_unit_before() -> None:
+    model, images = Between(), torch.ones(2, 3, 16, 16)
+    costs = costs_of(model, images)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(images)
+    weights = {each.data_ptr() for each in model.parameters()}
+    assert sum(cost.activation_bytes for cost in costs) == sum(kept[key] for key in kept.keys() - weights)
+    assert costs[-1].activation_bytes == output.nbytes + 2 * 16 * 16 * 16 * 4  # of the sigmoid, and of the joint
+    # The loss that a script computes itself, which `smpkit plan` does not see, is no unit's.
+    assert costs_of(model, images, lambda each: model(each).square().mean()) == costs
 
 
 class HandsOn(nn.Module):
