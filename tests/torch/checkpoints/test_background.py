@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, DeadlineError, UsageError
@@ -28,10 +29,11 @@ from smpkit.torch.checkpoints import reader as reader_module
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints import whole as whole_module
 from tests.deadlines import wait_shortly
-from tests.models import MODELS
+from tests.models import CASES, MODELS
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Training, Way
+from tests.torch.test_amp import Layer, train_step
+from tests.train import Training, TrainingInSlices, Way, batch
 
 CASE = replace(MODELS["tied modules"], dtype=torch.float32)
 PIPELINE = Way(pipeline=2, microbatches=2, optimizer="AdamW")
@@ -283,3 +285,69 @@ def test_the_end_of_a_script_finishes_the_save_or_fails(tmp_path: Path, disk: st
     assert done.returncode == code, done.stderr
     assert ("checkpoint `last` was not saved; rank 0: model_0_0_0.safetensors" in done.stderr) == (disk == "full")
     assert (tmp_path / "newest").read_text() == f"{newest}_partial\n"
+
+
+# --- what changes in unusual ways -------------------------------------------------------------------------------------
+
+
+def save_while(folder: Path, content: Any, train: Any) -> None:
+    """Save blockingly as `now`, and in the background as `later` while training goes on."""
+    smp.save_checkpoint(folder, "now", user_content=content)
+    with held_back():
+        pending = smp.save_checkpoint(folder, "later", user_content=content, blocking=False)
+        train()
+        train()
+    assert pending is not None
+    pending.wait(60)
+
+
+@on_ranks(1)
+def test_an_offload_optimizer_in_the_users_content(tmp_path: Path) -> None:
+    """Weights are parts of flat buffers, which its passes over slices change in place, as they do its states."""
+    smp.init({})
+    smp.DistributedModel(nn.Linear(1, 1))
+    case = CASES["Sequential"]
+
+    def train(job: TrainingInSlices) -> None:
+        job.step(*batch(case, 0, 8))
+
+    job = TrainingInSlices(case, num_slices=2)
+    train(job)
+    content = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    save_while(tmp_path, content, lambda: train(job))
+    now, found = (smp.resume_from_checkpoint(tmp_path, tag) for tag in ("now", "later"))
+    torch.testing.assert_close(found, now, rtol=0, atol=0)
+    again = TrainingInSlices(case, num_slices=2)
+    again.model.load_state_dict(found["model"])
+    again.optimizer.load_state_dict(found["optimizer"])
+    for _ in range(2):
+        train(again)
+    assert all(map(torch.equal, again.model.parameters(), job.model.parameters()))
+
+
+@on_ranks(2)
+def test_a_grad_scaler_is_kept_as_it_was(tmp_path: Path) -> None:
+    smp.init({"ddp": True})
+    module = Layer()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = smp.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        train_step(model, torch.ones(8, 4), scaler, None)
+        scaler.step(optimizer)
+        scaler.update()
+
+    train()
+    assert scaler.get_scale() == 64.0
+    module.spoil = True
+    save_while(tmp_path, {"scaler": scaler, "state": scaler.state_dict()}, train)
+    assert scaler.get_scale() == 16.0
+    content = smp.resume_from_checkpoint(tmp_path, "later")
+    assert content["scaler"].get_scale() == 64.0
+    assert content["scaler"].state_dict() == content["state"]
+    scaler.load_state_dict(content["state"])
+    module.spoil = False
+    train()  # the second step without an overflow: the scale grows
+    assert scaler.get_scale() == 128.0
