@@ -44,7 +44,12 @@ class Parked:
         """Return them on the device, where the current stream may use them at once; none may have been changed."""
         if any(version_of(tensor) != version for tensor, version in self._tensors):
             raise changed_in_place(f"`{self._name}`")
-        return [tensor for tensor, _ in self._tensors]
+        # Without their graph, or a hook that the forward adds to an input would run twice in this backward. A subclass
+        # stays as it is: without `__torch_function__`, as in a backward, `detach` may return another class.
+        return [
+            tensor.detach().requires_grad_() if tensor.requires_grad and type(tensor) is Tensor else tensor
+            for tensor, _ in self._tensors
+        ]
 
 
 @dataclass(frozen=True)
