@@ -8,6 +8,7 @@ which lies above it.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -132,9 +133,31 @@ _current: Offloader = KEEPING
 """One per process, like the model; suspended microbatches see it from their own threads."""
 
 
+class _Forwards(threading.local):
+    """What the models whose forwards run in this thread park with, the outermost first."""
+
+    def __init__(self) -> None:
+        self.offloaders: list[Offloader] = []
+
+
+_forwards: Final = _Forwards()
+
+
 def current() -> Offloader:
     """Return what inputs are parked with."""
-    return _current
+    return _forwards.offloaders[-1] if _forwards.offloaders else _current
+
+
+def begin_forward(offloader: Offloader) -> None:
+    """Park inputs with `offloader` in this thread: other threads may train other models."""
+    _forwards.offloaders.append(offloader)
+
+
+def end_forward(offloader: Offloader) -> None:
+    """Park inputs with what was there before the forward of this offloader's model, if that has begun."""
+    # Also before one that was interrupted: torch calls no hook at the end of that.
+    if offloader in _forwards.offloaders:
+        del _forwards.offloaders[_forwards.offloaders.index(offloader) :]
 
 
 def install(offloader: Offloader) -> Offloader:
