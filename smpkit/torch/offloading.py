@@ -16,11 +16,11 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.core import devices
+from smpkit.torch.core import devices, offloader
 from smpkit.torch.core.arguments import check_module, check_num_bytes, device_of
 from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.module_call import ModuleCall
-from smpkit.torch.core.offloader import KEEPING, Offloader, install
+from smpkit.torch.core.offloader import KEEPING, install
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
@@ -97,14 +97,15 @@ class offload_activations:  # noqa: N801 - used as a function
             link=link,
             deadline_seconds=deadline_seconds,
         )
-        self._outer: Offloader | None = None
-        """What was installed before the forward that runs."""
-        self._is_counting = self._has_checked = False
+        self._is_counting = self._has_begun = self._has_checked = False
         patch_torch_checkpoint()
         self._hooks = [
             model.register_forward_pre_hook(self._begin_forward),
             model.register_forward_hook(self._end_forward, always_call=True),
         ]
+        if (weight := next((each for each in model.parameters() if each.requires_grad), None)) is not None:
+            hook = weight.register_post_accumulate_grad_hook(self._see_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def report(self) -> OffloadReport:
         """Return what was moved, held and waited for so far; each forward of the model begins a step."""
@@ -115,7 +116,7 @@ class offload_activations:  # noqa: N801 - used as a function
         """Offload nothing any more, and free the host memory when the last graph has ended."""
         for hook in self._hooks:
             hook.remove()
-        self._uninstall()
+        offloader.end_forward(self._engine)
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -128,11 +129,10 @@ class offload_activations:  # noqa: N801 - used as a function
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave everything out: a copy or a pickle of the model has hooks that do nothing."""
-        return {"_hooks": [], "_outer": None, "_has_checked": True}
+        return {"_hooks": []}
 
     def _begin_forward(self, module: nn.Module, _args: Any) -> None:
-        # A copy has no hooks; and a forward that backward runs again keeps nothing, and may end by no hook.
-        if not self._hooks or torch._C._current_graph_task_id() != -1:
+        if not self._is_concerned():
             return
         if getattr(module, "_is_replica", False):
             raise UsageError(
@@ -140,16 +140,15 @@ class offload_activations:  # noqa: N801 - used as a function
                 " copy its activations",
                 hint="start one process per GPU with torchrun, or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)",
             )
-        self._uninstall()  # torch calls no hook at the end of a forward that is interrupted
         if torch.is_grad_enabled():
             self._end_step()
-            self._is_counting = True
-        self._outer = install(self._engine)
+            self._is_counting = self._has_begun = True
+        offloader.begin_forward(self._engine)
 
     def _end_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if not self._is_concerned():
             return
-        self._uninstall()
+        offloader.end_forward(self._engine)
         if not self._has_checked and module.training and torch.is_grad_enabled() and output is not None:
             self._has_checked = True
             if not self._engine.num_calls:
@@ -158,10 +157,17 @@ class offload_activations:  # noqa: N801 - used as a function
                     " torch.utils.checkpoint, smp.checkpoint, or gradient_checkpointing_enable() of the model"
                 )
 
-    def _uninstall(self) -> None:
-        if self._outer is not None:
-            install(self._outer)
-            self._outer = None
+    def _see_gradient(self, _weight: torch.Tensor) -> None:
+        self._hooks.pop().remove()  # of the first weight: the first gradient tells
+        if not self._has_begun:
+            warn_user(
+                "offload_activations has no effect: the model got a gradient, but its forward has not been called; give"
+                " it the module that is called: of a LightningModule, what its training_step calls"
+            )
+
+    def _is_concerned(self) -> bool:
+        # A copy has no hooks; and a forward that backward runs again keeps nothing, and may end by no hook.
+        return bool(self._hooks) and torch._C._current_graph_task_id() == -1
 
     def _end_step(self) -> None:
         if self._is_counting:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import smpkit.torch as smp
+from tests.device.device import gpu
 from tests.device.ranks import run_on_gpu
 from tests.models import plainly
 from tests.torch.steps import over_ranks
@@ -90,6 +91,35 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 0, 
 def test_gradients_are_the_bits_of_a_plain_call(degree: int, kernel: str) -> None:
     assert_close(found(smp.checkpoint, 0.3, kernel, degree), found(plainly, 0.3, kernel, degree))
     assert found(plainly, 0.3, kernel, degree)["losses"] != found(plainly, 0.0, kernel, 1)["losses"]
+
+
+class Lookup(nn.Module):
+    """Drops what it looks up, by weights or token ids that it is given, or by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = nn.Parameter(torch.randn(_LENGTH, _WIDTH)), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, given: Tensor | None = None) -> Tensor:
+        rows = self.rows if given is None else given
+        if not rows.is_floating_point():
+            rows = self.rows[rows.to(self.rows.device)]
+        return functional.dropout(self.out(rows).tanh(), 0.5)
+
+
+@pytest.mark.also_on("sim:lazy:0")
+def test_a_layer_that_is_given_nothing_of_the_device_repeats_its_masks_and_its_dtypes() -> None:
+    layer = Lookup().to(gpu())
+    for given in ((), (layer.rows,), (torch.arange(3),)):
+        gradients = []
+        for call in (plainly, smp.checkpoint):
+            layer.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast(gpu().type, torch.bfloat16):
+                output = call(layer, *given)
+            output.square().sum().backward()
+            gradients.append([each.grad for each in layer.parameters()])
+        assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)

@@ -8,6 +8,7 @@ which lies above it.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,7 +45,12 @@ class Parked:
         """Return them on the device, where the current stream may use them at once; none may have been changed."""
         if any(version_of(tensor) != version for tensor, version in self._tensors):
             raise changed_in_place(f"`{self._name}`")
-        return [tensor for tensor, _ in self._tensors]
+        # Without their graph, or a hook that the forward adds to an input would run twice in this backward. A subclass
+        # stays as it is: without `__torch_function__`, as in a backward, `detach` may return another class.
+        return [
+            tensor.detach().requires_grad_() if tensor.requires_grad and type(tensor) is Tensor else tensor
+            for tensor, _ in self._tensors
+        ]
 
 
 @dataclass(frozen=True)
@@ -127,9 +133,31 @@ _current: Offloader = KEEPING
 """One per process, like the model; suspended microbatches see it from their own threads."""
 
 
+class _Forwards(threading.local):
+    """What the models whose forwards run in this thread park with, the outermost first."""
+
+    def __init__(self) -> None:
+        self.offloaders: list[Offloader] = []
+
+
+_forwards: Final = _Forwards()
+
+
 def current() -> Offloader:
     """Return what inputs are parked with."""
-    return _current
+    return _forwards.offloaders[-1] if _forwards.offloaders else _current
+
+
+def begin_forward(offloader: Offloader) -> None:
+    """Park inputs with `offloader` in this thread: other threads may train other models."""
+    _forwards.offloaders.append(offloader)
+
+
+def end_forward(offloader: Offloader) -> None:
+    """Park inputs with what was there before the forward of this offloader's model, if that has begun."""
+    # Also before one that was interrupted: torch calls no hook at the end of that.
+    if offloader in _forwards.offloaders:
+        del _forwards.offloaders[_forwards.offloaders.index(offloader) :]
 
 
 def install(offloader: Offloader) -> Offloader:

@@ -262,17 +262,18 @@ class Structure:
         return map_tensors(lambda slot: tensors[slot.index], self.skeleton, _Slot)
 
 
-def flatten(value: Any, stays: type[torch.Tensor] | None = None) -> tuple[list[torch.Tensor], Structure]:
+def flatten(value: Any, weights: list[torch.Tensor] | None = None) -> tuple[list[torch.Tensor], Structure]:
     """Return the tensors of a nested value, each once, and the structure without them.
 
     Args:
-        stays: a class whose tensors stay in the structure.
+        weights: takes the parameters, which stay in the structure; None: they are tensors like others.
     """
     tensors: list[torch.Tensor] = []
     slots: dict[int, _Slot] = {}
 
     def take(tensor: torch.Tensor) -> Any:
-        if stays is not None and isinstance(tensor, stays):
+        if weights is not None and isinstance(tensor, torch.nn.Parameter):
+            weights.append(tensor)
             return tensor
         if id(tensor) not in slots:
             slots[id(tensor)] = _Slot(len(tensors))

@@ -34,7 +34,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import offloader, status
 from smpkit.torch.core.offloader import KEEPING, Offloader, Parked, changed_in_place
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import Structure, as_bytes, flatten, tensors_in, version_of
+from smpkit.torch.core.tensor_spec import Structure, as_bytes, flatten, version_of
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams
 from smpkit.torch.recompute.surroundings import AutocastState, Buffers, RandomState, all_modules, is_checked
 from smpkit.torch.recording.recorder import note_memory
@@ -87,11 +87,8 @@ def checkpointing(
     modules = all_modules(roots)
     weights: list[Any] = [weight for module in modules for weight in module._parameters.values()]
     weights = [weight for weight in weights if weight is not None and not is_lazy(weight)]
-    tensors, arguments = flatten((args, kwargs), stays=nn.Parameter)  # weights are not offloaded
-    is_trained = any(map(_requires_grad, (*tensors, *weights))) or any(
-        map(_requires_grad, tensors_in(arguments.skeleton))
-    )
-    if modules and not is_trained:
+    tensors, arguments = flatten((args, kwargs), weights)  # which are not offloaded
+    if modules and not any(map(_requires_grad, (*tensors, *weights))):
         return _NOTHING  # a frozen stem has no backward, so there is nothing to recompute
     if (trial := offloader.current().trial(tensors)) is not None:
         return trial
@@ -119,7 +116,8 @@ class _Region:
     Args:
         function: called by the caller in `recording`, and by the region in backward.
         modules: that the function runs, the outermost first.
-        tensors: those in `arguments`.
+        weights: those of the modules, and those in `arguments`.
+        tensors: the others in `arguments`.
         name: of the module, or of the function, for reports and errors.
         keeper: has the inputs until backward.
         contexts: of the user, around the forward and around its recomputation.
@@ -145,9 +143,10 @@ class _Region:
         norms: Sequence[nn.Module] = (),
     ) -> None:
         self._function, self._arguments, self._path, self._keeper = function, arguments, name, keeper
-        devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+        # A layer may be called with nothing of the device's: without a tensor, or with token ids that it sends there.
+        devices = {tensor.device for tensor in (*tensors, *weights) if not tensor.is_cpu}
         self._random = RandomState(devices) if preserve_rng_state else None
-        self._autocast = AutocastState(devices)
+        self._autocast = AutocastState()
         self._default_device = _default_device()
         self._operations = replayed_operation_streams()
         self._buffers = Buffers([*modules, *norms])
@@ -161,7 +160,8 @@ class _Region:
         """The outputs of operators that are parked, while the call runs again."""
         self._promises: list[tuple[weakref.ref[_Promise], Any]] = []
         """What the forward has saved, in order."""
-        self._stops_early = stops_early
+        # RReLU saves its noise before it has drawn it: an end at that moment would leave chance bytes (pytorch#193671).
+        self._stops_early = stops_early and nn.RReLU not in map(type, modules)
         self._check = _checksum if is_checked() else _shape if compares else _nothing
 
     @contextlib.contextmanager
@@ -173,7 +173,12 @@ class _Region:
             # saved tensors do.
             is_inside = _top_hooks() is not None
             self._inputs = _Hooked(tensors) if is_inside else self._keeper.park(self._path, tensors)
-            with saved_tensors_hooks(self._pack, self._unpack), self._operations(), self._forward_context:
+            with (
+                saved_tensors_hooks(self._pack, self._unpack),
+                _as_written(),
+                self._operations(),
+                self._forward_context,
+            ):
                 yield
         finally:
             recording.region = outer
@@ -241,6 +246,7 @@ class _Region:
             with (
                 saved_tensors_hooks(pack, lambda tensor: tensor),
                 torch.enable_grad(),
+                _as_written(),
                 _NOTHING if self._random is None else self._random.restored(),
                 self._autocast.restored(),
                 self._default_device if to_device else _NOTHING,
@@ -249,8 +255,10 @@ class _Region:
                 self._recompute_context,
             ):
                 self._function(*args, **kwargs)
-        except _AllSaved:
-            pass
+        except (_AllSaved, Exception):
+            # What TorchScript runs turns the end of a recomputation into an error of its own.
+            if count < len(promises) or not self._stops_early:
+                raise
         else:
             if count != len(promises) and self._check is not _nothing:
                 raise self._differs(f"it saves {count} tensors instead of {len(promises)}")
@@ -281,6 +289,14 @@ class _Region:
     @property
     def _name(self) -> str:
         return f"`{self._path}`"
+
+
+def _as_written() -> AbstractContextManager[object]:
+    """Have TorchScript run its operations as they are written.
+
+    Its first run is a trial, and those after it are optimised and save other tensors, or the same in another order.
+    """
+    return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
 
 
 class _Hooked:
@@ -324,7 +340,9 @@ def _nothing(_tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _checksum(tensor: Tensor) -> tuple[Any, ...]:
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+    # Not of uint8: LSTMs save the workspace of their kernel, which leaves some of its bytes to chance.
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if not is_plain or tensor.dtype is torch.uint8:
         return _shape(tensor)
     plain = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu()
     return (*_shape(tensor), zlib.crc32(as_bytes(plain).numpy().tobytes()))

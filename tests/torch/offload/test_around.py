@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -163,6 +164,15 @@ def test_without_a_checkpointed_layer_it_says_so_once() -> None:
             layers(torch.ones(BATCH, WIDTH)).sum().backward()
 
 
+def test_a_model_that_is_trained_without_its_own_call_is_named_once() -> None:
+    """Lightning calls the `training_step` of a module, which calls modules inside."""
+    outer = nn.ModuleDict({"inner": model()})
+    with smpkit.offload_activations(outer):
+        with pytest.warns(UserWarning, match="its forward has not been called"):
+            outer["inner"](inputs()).sum().backward()
+        outer["inner"](inputs()).sum().backward()
+
+
 def test_it_works_until_it_is_closed_and_only_inside_the_model() -> None:
     trained, x = model(), torch.randn(BATCH, WIDTH)
     offload = smpkit.offload_activations(trained)
@@ -201,6 +211,32 @@ def test_an_interrupted_forward_leaves_nothing_installed_for_long() -> None:
         with pytest.raises(KeyboardInterrupt):
             trained(x)
     assert offloader.current() is offloader.KEEPING
+
+
+def test_two_threads_train_a_model_each() -> None:
+    """One begins its forward while the other's runs, and ends it later."""
+    models = first, second = model(), model()
+    begun, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: second(inputs()).sum().backward())
+
+    def begin_second(*_: Any) -> None:
+        thread.start()
+        assert begun.wait(10)
+
+    def wait(*_: Any) -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    first[2].register_forward_pre_hook(begin_second)  # type: ignore[index]
+    second[2].register_forward_pre_hook(wait)  # type: ignore[index]
+    with smpkit.offload_activations(first) as one, smpkit.offload_activations(second) as other:
+        first(inputs()).sum().backward()
+        assert offloader.current() is offloader.KEEPING
+        go_on.set()
+        thread.join()
+        assert offloader.current() is offloader.KEEPING
+        assert one.report().bytes_out == other.report().bytes_out == LAYERS * BOUNDARY_BYTES
+    assert_same(*([each.grad for each in trained.parameters()] for trained in models))
 
 
 def test_a_model_in_a_checkpoint_leaves_nothing_installed() -> None:

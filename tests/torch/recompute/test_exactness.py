@@ -78,6 +78,15 @@ def dropped(layer: Any, x: Tensor) -> Tensor:
     return functional.dropout(layer.linear(x).tanh(), 0.4)
 
 
+def hooked(layer: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient / 2)
+    return layer.linear(x).tanh()
+
+
+def biased(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.sigmoid(x * bias)
+
+
 def backward_inside(layer: Any, x: Tensor) -> Tensor:
     y = smp.checkpoint(layer.inner, x)
     (slope,) = torch.autograd.grad(dropped(layer, y).sum(), x, retain_graph=True)
@@ -174,6 +183,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Call, Any, Tensor], A
         lambda: Layer(backward_inside, average=average(), inner=Layer(in_place, average=average())),
         once,
     ),
+    "a hook on its input": (lambda: Layer(hooked), once),
     "catches exceptions": (lambda: Layer(catches), once),
     "cleans up after any": (lambda: Layer(cleans_up), once),
     "saves for two": (lambda: Layer(lambda layer, x: SavesForTwo.apply(layer.linear(x))), once),
@@ -258,6 +268,31 @@ def test_without_preservation_random_numbers_are_new() -> None:
     [ours, *_] = gradients(layer, lambda module, x: smp.checkpoint(module, x, preserve_rng_state=False))
     [plain, *_] = gradients(layer)
     assert not torch.equal(ours, plain)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_recomputation_may_end_inside_torchscript() -> None:
+    """It runs the bias and the dropout of Megatron's layers, their last operations."""
+    scripted = torch.jit.script(biased)
+    layer = Layer(lambda layer, x: scripted(layer.linear(x), layer.norm(x)), norm=nn.BatchNorm1d(WIDTH)).double()
+    for _ in range(3):
+        assert same(gradients(layer, smp.checkpoint), gradients(layer))
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_what_kernels_leave_to_chance(checks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RReLU saves its noise before it draws it, an LSTM all of a workspace of which it fills a part."""
+    monkeypatch.setenv("SMPKIT_CHECK", str(int(checks)))
+    module = nn.LSTM(WIDTH, WIDTH, 2) if checks else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(0.1, 0.6))
+
+    def trained(call: Call) -> list[Any]:
+        torch.manual_seed(0)
+        module.zero_grad()
+        output = call(module, torch.randn(64, WIDTH))
+        (output[0] if checks else output).square().sum().backward()
+        return [each.grad for each in module.parameters()]
+
+    assert same(trained(smp.checkpoint), trained(plainly))
 
 
 def test_double_backward() -> None:

@@ -36,6 +36,18 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
     assert (len(begun), len(ended)) == (2, 1)
 
 
+def test_a_weight_that_is_an_argument_and_changes_is_named() -> None:
+    layer, weight = (
+        Layer(lambda layer, x, weight: layer.linear(x) @ weight).double(),
+        nn.Parameter(batch(WIDTH).detach()),
+    )
+    loss = smp.checkpoint(layer, batch(), weight).sum()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(UsageError, match="a weight of `Layer` was changed in place"):
+        loss.backward()
+
+
 def two_results(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     layer.runs.append(1)
     return layer.linear(x).sin(), layer.linear(x * 2)
