@@ -58,6 +58,12 @@ def save_pretrained(
         UsageError: there is no model, or `max_shard_size` is no size.
     """
     model, target, limit = wrapped_model(model), files.folder_at(folder), _bytes_of(max_shard_size)
+    if getattr(model.module, "peft_config", None):
+        raise UsageError(
+            "the model has adapters of peft, and nothing would find its weights by the names that they give them",
+            hint="all ranks call `whole = model.original_state_dict()`, and one saves the adapters:"
+            " `model.get_module().save_pretrained(folder, state_dict=whole)`",
+        )
     failure = f"the model was not saved to {target}"
     staged = files.staging_folder(target.parent, target.name, files.new_save_id())  # rank 0's is used
     all_or_raise(failure, run_deferred_loads)
