@@ -151,7 +151,8 @@ def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[to
                 alone = "each replica would train it on its own samples only"
             raise UsageError(
                 f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model, and {alone}",
-                hint="wrap one module that has both: the model and, say, the loss with weights of its own",
+                hint="wrap one module that has both: the model and, say, the loss with weights of its own; and make the"
+                " optimizer when the model has its final weights, after `resize_token_embeddings`",
             )
 
 
