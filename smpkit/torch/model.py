@@ -37,6 +37,7 @@ from smpkit.torch.model_checks import (
     refuse_join,
     refuse_layers_dropped_by_rank,
     refuse_parameters_beyond_model,
+    watch_users_model,
 )
 from smpkit.torch.model_parts import ModelParts, alias_module
 from smpkit.torch.offloading import Offloading, offloads
@@ -45,7 +46,6 @@ from smpkit.torch.pipeline.one_stage import OneStage
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
 from smpkit.torch.placement.placement import Placement
-from smpkit.torch.placement.shards import refuse_assignment
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
@@ -183,7 +183,7 @@ class DistributedModel(ModelParts):
         """Whether the engine is ready, from the first step on."""
 
         alias_module(module)
-        refuse_assignment(module)
+        watch_users_model(module)
         self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
         _adapt_torchs_functions(accumulates=backward_passes_per_step > 1)

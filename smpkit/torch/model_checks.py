@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import torch
+import torch.nn.modules.module as torch_module
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -13,10 +15,11 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.model_parts import ModelParts
+from smpkit.torch.model_parts import ModelParts, refuse_saving_parts
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.placement.delayed import refuse_unset_values
 from smpkit.torch.placement.placement import Placement
+from smpkit.torch.placement.shards import refuse_assignment
 from smpkit.torch.precision.cast import half_dtype
 
 
@@ -148,7 +151,44 @@ def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[to
                 alone = "each replica would train it on its own samples only"
             raise UsageError(
                 f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model, and {alone}",
-                hint="wrap one module that has both: the model and, say, the loss with weights of its own",
+                hint="wrap one module that has both: the model and, say, the loss with weights of its own; and make the"
+                " optimizer when the model has its final weights, after `resize_token_embeddings`",
+            )
+
+
+_watched: Final = weakref.WeakSet[nn.Module]()
+"""The modules of the wrapped model."""
+
+
+def watch_users_model(root: nn.Module) -> None:
+    """Refuse, for as long as a model is wrapped, what libraries do to a model that is a process's own.
+
+    Replace its parameters by assignment, save what this rank holds, and give it new parameters once ranks know their
+    parts, as `resize_token_embeddings` and adapters do: no rank would average their gradients, or hold them for others.
+    """
+    refuse_assignment(root)
+    refuse_saving_parts(root)
+    _watched.clear()
+    _watched.update(root.modules())
+    for hooks, register in (
+        (torch_module._global_parameter_registration_hooks, torch_module.register_module_parameter_registration_hook),
+        (torch_module._global_module_registration_hooks, torch_module.register_module_module_registration_hook),
+    ):
+        if _refuse_new not in hooks.values():
+            register(_refuse_new)
+
+
+def _refuse_new(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
+    model = state.model
+    if module not in _watched or model is None or not model.partitioned or state.pp_size == state.dp_size == 1:
+        return
+    parameters = value.parameters() if isinstance(value, nn.Module) else () if value is None else (value,)
+    for parameter in parameters:
+        if parameter not in model.placement:
+            raise UsageError(
+                f"`{name}` of {type(module).__name__} was given a new parameter of shape {list(parameter.shape)} after"
+                " smp.DistributedModel: other ranks do not know it, and nobody would average its gradient",
+                hint="resize embeddings, and add adapters and heads, before the model is wrapped",
             )
 
 

@@ -5,6 +5,7 @@ The state dict of the whole model is put together from what ranks hold, and divi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -41,6 +42,15 @@ class ModelParts(nn.Module):
     pipeline: Pipeline | None
     partitioned: bool
     """Whether this rank has its part: at once without a pipeline, else from the first step on."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or not hasattr(self.module, name):
+                raise
+            there = "smp.save_pretrained(folder)" if name == "save_pretrained" else f"model.get_module().{name}"
+            raise AttributeError(f"a DistributedModel has no `{name}`: write `{there}`", name=name, obj=self) from None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> NamedParameters:
         """Iterate over all parameters with their names, those of other ranks included."""
@@ -269,6 +279,34 @@ def alias_module(module: nn.Module) -> None:
         module = inner
     if not hasattr(module, "module"):
         object.__setattr__(module, "module", _LastHop(module))
+
+
+def refuse_saving_parts(root: nn.Module) -> None:
+    """Refuse Hugging Face's `save_pretrained` of a model of which this rank holds a part, as long as it is wrapped.
+
+    It would write NaN for what other pipeline ranks hold, and pieces in the place of wholes.
+    """
+    for module in root.modules():
+        if hasattr(type(module), "save_pretrained"):
+            object.__setattr__(module, "save_pretrained", functools.partial(_save_pretrained, module))
+
+
+def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    model = state.model
+    is_wrapped = model is not None and any(each is module for each in model.modules())
+    if is_wrapped and kwargs.get("state_dict") is None and _holds_parts():
+        raise UsageError(
+            f"save_pretrained of {type(module).__name__} would write this rank's part of the weights only",
+            hint="call `smp.save_pretrained(folder)` on all ranks; adapters: `save_pretrained(folder,"
+            " state_dict=whole)` on one rank, with `whole = model.original_state_dict()` from all",
+        )
+    kind: Any = type(module)
+    return kind.save_pretrained(module, *args, **kwargs)
+
+
+def _holds_parts() -> bool:
+    over_ranks = state.model is not None and state.model.partitioned and state.pp_size > 1
+    return over_ranks or state.tp_size > 1 or state.cfg.sharded_data_parallel_degree > 1
 
 
 class _LastHop:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.compat.trainer import SmpTrainer
+from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator
 from tests.compat.commands import run_on_ranks, run_script
 from tests.torch.steps import on_ranks
 
@@ -113,24 +113,41 @@ def test_a_subclass_that_wraps_its_optimizer_is_asked_for_it_once() -> None:
     assert trainer.create_optimizer() is optimizer
 
 
-class _Divides(_Original):
-    """What Trainer's branch for SMP divides by."""
+class _Computes(_Original):
+    """Has a loss of its own, as for smoothed labels, and three batches left of an epoch."""
 
     create_optimizer = None
-    args = SimpleNamespace(gradient_accumulation_steps=4)
+    args = SimpleNamespace(gradient_accumulation_steps=4, device="cpu")
     current_gradient_accumulation_steps = 3
 
-    def training_step(self, loss: float) -> torch.Tensor:
-        return loss / self.args.gradient_accumulation_steps
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return 6 * model(inputs["x"]).sum()
 
 
-class _Steps(SmpTrainer, _Divides):
+class _Steps(SmpTrainer, _Computes):
     """Trainer as SMP has it."""
 
 
 @on_ranks(1)
-def test_the_last_update_of_an_epoch_is_divided_by_the_batches_that_it_has() -> None:
+def test_a_batch_trains_by_the_trainers_loss_divided_by_the_batches_of_its_update() -> None:
+    # Label smoothing, and `compute_loss` of a script, changed evaluations only.
     smp.init()
-    trainer: Any = _Steps(nn.Linear(1, 1))
-    assert trainer.training_step(6.0) == 2
-    assert trainer.args.gradient_accumulation_steps == 4
+    model = smp.DistributedModel(nn.Linear(1, 1, bias=False))
+    trainer: Any = _Steps(model)
+    loss = trainer.training_step(model, {"x": torch.ones(1, 1)})
+    [weight] = model.parameters()
+    assert loss == 2 * weight  # before an update
+    assert weight.grad == 2
+
+
+@on_ranks(1)
+def test_trainer_sees_the_class_of_the_model() -> None:
+    # Label smoothing goes by it, and compared each token with itself instead of the one before.
+    smp.init()
+    model = smp.DistributedModel(nn.Linear(1, 1))
+    accelerator: Any = SimpleNamespace(unwrap_model=lambda module: module)
+    adapt_accelerator(accelerator)
+    assert accelerator.unwrap_model(model) is model.get_module()

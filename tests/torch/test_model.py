@@ -48,6 +48,47 @@ def test_names_are_the_users_own() -> None:
     assert [name for name, _ in model.local_named_modules()] == ["", "layer", "norm"]
 
 
+class Generating(Net):
+    """Has what Hugging Face's models have."""
+
+    generate = save_pretrained = Net.forward
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("generate", r"model.get_module\(\).generate"), ("save_pretrained", r"smp.save_pretrained\(folder\)")],
+    ids=["generate", "save_pretrained"],
+)
+def test_what_the_users_model_has_is_named_where_it_is(name: str, instead: str) -> None:
+    model = wrap(Generating())
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=f"has no `{name}`: write `{instead}`"):
+        getattr(model, name)
+    with pytest.raises(AttributeError, match="'DistributedModel' object has no attribute 'generates'"):
+        getattr(model, "generates")  # noqa: B009
+
+
+def new_layer(module: Any) -> None:
+    module.layer = nn.Linear(2, 3)
+
+
+def new_weight(module: Any) -> None:
+    module.layer.weight = nn.Parameter(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("change", [new_layer, new_weight])
+@on_ranks(2)
+def test_a_new_parameter_after_wrapping_is_refused(change: Any) -> None:
+    # Ranks trained embeddings of another size each for itself, or not at all.
+    smp.init({"ddp": True})
+    model: Any = smp.DistributedModel(Net())
+    with pytest.raises(UsageError, match=r"was given a new parameter of shape \[3, 2\] after smp.DistributedModel"):
+        change(model.get_module())
+    change(Net())  # another model
+    module = model.get_module()
+    module.same, module.layer.weight = module.layer, module.layer.weight
+
+
 def test_trap_15_the_module_is_reached_by_one_hop_more() -> None:
     module: Any = Net()
     model: Any = wrap(module)

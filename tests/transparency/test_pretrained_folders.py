@@ -85,6 +85,29 @@ def test_a_folder_loads_in_transformers_and_on_other_ranks(model: str, saved: Wa
     assert len({name for name in weights if "lm_head" in name}) == (0 if model == "GPT-2" else 1)
 
 
+def save_with_transformers(way: Way, folder: Path) -> None:
+    case = case_of("Llama")
+    with training(case, way) as trained:
+        trained.step(*batch(case, 0, 4))
+        llama: Any = trained.model.get_module()
+        with pytest.raises(UsageError, match="would write this rank's part of the weights only"):
+            llama.save_pretrained(folder / "part")
+        whole = trained.model.original_state_dict()
+        if smp.rank() == 0:
+            llama.save_pretrained(folder / "whole", state_dict=whole)
+
+
+SHARDED = Way(replicas=2, microbatches=2, config={"sharded_data_parallel_degree": 2})
+
+
+@pytest.mark.parametrize("way", [Way(2, microbatches=2), divided(1, 2), SHARDED], ids=str)
+def test_transformers_own_way_of_saving_does_not_write_a_part(way: Way, tmp_path: Path) -> None:
+    """It wrote NaN for the weights of other pipeline ranks, and pieces of divided ones, which load nowhere."""
+    run_ranks(save_with_transformers, 2, way, tmp_path)
+    assert all(value.isfinite().all() for value in loaded_by_transformers(tmp_path / "whole").values())
+    assert not (tmp_path / "part").exists()
+
+
 def loaded_by_transformers(folder: Path) -> Values:
     from transformers import AutoModelForCausalLM
 
@@ -116,6 +139,15 @@ def test_a_model_without_a_configuration_is_a_file_of_the_safetensors_library(tm
     save_file(values, tmp_path / "model.safetensors")
     smp.load_pretrained(tmp_path)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_with_adapters_is_not_saved_under_names_that_nothing_loads(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    smp.init()
+    smp.DistributedModel(peft.get_peft_model(gpt2(), peft.LoraConfig(r=2, fan_in_fan_out=True)))
+    with pytest.raises(UsageError, match="the model has adapters of peft"):
+        smp.save_pretrained(tmp_path / "out")
 
 
 def test_a_folder_of_the_bare_model_fits_one_with_a_head_and_the_other_way_round(tmp_path: Path) -> None:
@@ -179,13 +211,6 @@ def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
     plain_model()
     with pytest.raises(UsageError, match="max_shard_size is"):
         smp.save_pretrained(tmp_path / "out", max_shard_size=size)
-
-
-def test_adapters_are_not_written_as_a_model(tmp_path: Path) -> None:
-    plain_model().module.peft_config = {}
-    with pytest.raises(UsageError, match=r"whole models, and nobody would load one with adapters of PEFT"):
-        smp.save_pretrained(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

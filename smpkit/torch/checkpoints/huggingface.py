@@ -58,10 +58,10 @@ def save_pretrained(
         UsageError: there is no model, it has adapters of PEFT, or `max_shard_size` is no size.
     """
     model, target, limit = wrapped_model(model), files.folder_at(folder), _bytes_of(max_shard_size)
-    if hasattr(model.module, "peft_config"):
+    if getattr(model.module, "peft_config", None):
         raise UsageError(
-            "smp.save_pretrained writes whole models, and nobody would load one with adapters of PEFT",
-            hint="save the adapters: all ranks call `whole = model.state_dict(gather_to_rank0=True)`, and the first one"
+            "the model has adapters of peft, and nothing would find its weights by the names that they give them",
+            hint="all ranks call `whole = model.original_state_dict()`, and one saves the adapters:"
             " `model.get_module().save_pretrained(folder, state_dict=whole)`",
         )
     failure = f"the model was not saved to {target}"

@@ -13,6 +13,7 @@ the accelerator                   takes every rank for a replica: other data on 
 the model                         is wrapped once more to evaluate it, which raises
 the optimizer                     is never made where the model is wrapped (transformers 5)
 the optimizer, prepared           is wrapped once more, and its `local_state_dict` with it
+the loss                          is the model's, whatever `compute_loss` and label smoothing say
 the norm of gradients             is that of this rank's part of the model
 the end of an epoch               is divided by more batches than are left for its last update
 the random state                  is written to one file by all ranks of a pipeline at once
@@ -40,9 +41,13 @@ from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
+from smpkit.torch.step import step
 
 _LAUNCHERS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "MPI_", "MV2_", "PMIX_")
 """Prefixes of variables from which accelerate concludes that this process is one of several."""
+
+_SFT: Final = "trl.trainer.sft_trainer"
+"""Its `compute_loss` gathers metrics from all ranks, which no step may do; the loss is the model's."""
 
 
 class SmpTrainer:
@@ -53,6 +58,8 @@ class SmpTrainer:
     optimizer: Any
     model_wrapped: Any
     create_optimizer: Any
+    compute_loss: Any
+    _prepare_inputs: Any
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         if args is not None:
@@ -61,13 +68,14 @@ class SmpTrainer:
         self.create_optimizer = functools.partial(
             self._create_optimizer_once, self.create_optimizer
         )  # a subclass's too
+        self._train_step = step(self._train_microbatch)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one of a world that has a process for every replica of the model."""
         _set_device(self.args)
         _configure_accelerate()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        _gather_over_replicas(self.accelerator)
+        adapt_accelerator(self.accelerator)
 
     def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
         if not isinstance(self.model_wrapped, DistributedModel):
@@ -82,16 +90,22 @@ class SmpTrainer:
             create(*arguments, **options)
         return self.optimizer
 
-    def training_step(self, *arguments: Any, **options: Any) -> Any:
-        """Divide the loss by as many batches as this update has: at the end of an epoch they may be fewer."""
-        usual = self.args.gradient_accumulation_steps
-        number = getattr(self, "current_gradient_accumulation_steps", usual)
+    def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        """Train on one batch; its loss counts as one of the update's batches, of which an epoch may leave fewer."""
+        model.train()
+        number = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
         # A tensor, because a step with another plain number would leave the pipeline's schedule.
-        self.args.gradient_accumulation_steps = torch.tensor(float(number), device="cpu")
-        try:
-            return super().training_step(*arguments, **options)  # type: ignore[misc]
-        finally:
-            self.args.gradient_accumulation_steps = usual
+        divisor = torch.tensor(float(number), device="cpu")
+        losses = self._train_step(model, self._prepare_inputs(inputs), divisor)
+        return losses.reduce_mean().detach().to(self.args.device)
+
+    def _train_microbatch(self, model: Any, inputs: Any, divisor: torch.Tensor) -> Any:
+        compute_loss = self.compute_loss
+        if type(self).compute_loss.__module__ == _SFT:
+            compute_loss = super().compute_loss  # type: ignore[misc]
+        loss = compute_loss(model, inputs) / divisor
+        model.backward(loss)
+        return loss
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
@@ -173,8 +187,8 @@ def _environment_without(prefixes: tuple[str, ...]) -> Iterator[None]:
         os.environ.update(saved)
 
 
-def _gather_over_replicas(accelerator: Any) -> None:
-    """Make an accelerator gather from the replicas and clip by the norm of the whole model."""
+def adapt_accelerator(accelerator: Any) -> None:
+    """Make an accelerator know the wrapped model, gather from the replicas, and clip by the norm of the whole model."""
     _, replicas, group = _data_replicas()
 
     def gathered(value: Any) -> Any:
@@ -189,6 +203,13 @@ def _gather_over_replicas(accelerator: Any) -> None:
     def pad(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         return map_leaves(lambda value: _pad(value, dim, pad_index, pad_first, group), tensor)
 
+    unwrap = accelerator.unwrap_model
+
+    def unwrap_model(model: Any, *arguments: Any, **options: Any) -> Any:
+        return unwrap(model.get_module() if isinstance(model, DistributedModel) else model, *arguments, **options)
+
+    # By the name of the model's class, label smoothing knows whether labels are shifted.
+    accelerator.unwrap_model = unwrap_model
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.gather = gather
     if replicas > 1:

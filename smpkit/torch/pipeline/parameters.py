@@ -156,25 +156,15 @@ class NonResident(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _as_nonresident(self._as_torch_tensor(), type(self), self.name_and_owner)
+            with _NoTorchFunction():
+                value = self.detach()
+                plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
+            plain.__dict__.update(vars(self))
+            memo[id(self)] = _as_nonresident(plain, type(self), self.name_and_owner)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        weight, owner = self.name_and_owner
-        warn_user(
-            f"what was saved has NaN for weights that other pipeline ranks hold, such as `{weight}` of rank {owner}:"
-            " let all ranks call `model.state_dict()`, which has all weights",
-            by_rank=state.rank,
-        )
-        # A saved file must load with plain torch.
-        return self._as_torch_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def _as_torch_tensor(self) -> torch.Tensor:
-        with _NoTorchFunction():
-            value = self.detach()
-            plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
-        plain.__dict__.update({key: value for key, value in vars(self).items() if key != "name_and_owner"})
-        return plain
+        raise _refusal("pickle", self)
 
 
 class _NonResidentParameter(NonResident, nn.Parameter):
