@@ -246,6 +246,29 @@ def hooked() -> nn.Module:
     return module
 
 
+class Normalising(nn.Module):
+    """Normalises by statistics of its own, in a module without weights."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+def gathered(layers: Any, x: Tensor) -> Tensor:
+    """Gather what a layer returns from all replicas, as contrastive losses do."""
+    x = layers[0](x)
+    parts = [torch.zeros_like(x)]
+    torch.distributed.all_gather(parts, x, group=smp.get_dp_process_group())
+    return layers[1](torch.cat(parts))
+
+
 class Memory:
     """No container that anybody could look into."""
 
@@ -296,6 +319,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "module as an argument": (
         lambda: Two(handed_on_as_a_module, Calling),
         "`layers.0`, whose weights pipeline rank 0 holds, was called inside a layer, on rank 1",
+    ),
+    "gathered": (lambda: Two(gathered), "`all_gather` of torch.distributed was called on a value that another"),
+    # One rank trained with other statistics than the others: a teacher's, or a judge's beside the model.
+    "statistics of every rank": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Normalising(), nn.Linear(WIDTH, WIDTH)),
+        "`batch_norm` got a value of one pipeline rank and running statistics that every rank has",
     ),
     "nested": (
         lambda: nn.Sequential(Nesting(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),

@@ -182,6 +182,17 @@ def mark_nonresident_parameters(placement: Placement) -> None:
     for each in placement:
         if not each.is_here and type(each.parameter) is nn.Parameter:
             _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
+    # Torch's own setter does not ask the class of the value, and would take the NaN that stand for its numbers.
+    nn.Parameter.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+
+
+_DATA: Final[Any] = T.data
+
+
+def _set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if isinstance(value, NonResident) and not isinstance(parameter, NonResident):
+        raise _refusal("data", value)
+    _DATA.__set__(parameter, value)
 
 
 def _as_nonresident(tensor: torch.Tensor, kind: type[NonResident], name_and_owner: tuple[str, int]) -> torch.Tensor:
