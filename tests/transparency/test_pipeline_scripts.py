@@ -362,12 +362,25 @@ def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> 
     model = run.model(sequential())
     with pytest.raises(SmpkitError) as copied:
         copy.deepcopy(model)
-    optimizer = smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(SmpkitError) as optimized:
-        optimizer.step(lambda: 0.0)
+    # By a norm of its own part, each rank climbed or clipped otherwise.
+    of_all = [torch.optim.LBFGS, *(type(name, (torch.optim.SGD,), {}) for name in ("SAM", "GSAM", "DAdaptAdam"))]
+    clipping = torch.optim.SGD(model.parameters())
+    clipping.defaults["max_grad_norm"] = 1.0  # as timm's Lamb and others
+    for optimizer in (*(rule(model.parameters()) for rule in of_all), clipping):
+        with pytest.raises(SmpkitError) as optimized:
+            smp.DistributedOptimizer(optimizer)
+        assert optimized.value.message.startswith(f"{type(optimizer).__name__} looks at all parameters at once")
+    smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters()))
     assert lazy.value.message == "`1.weight` has no shape yet: its module is a lazy one"
     assert copied.value.message.startswith("a DistributedModel was copied or pickled")
-    assert optimized.value.message.startswith("LBFGS looks at all parameters at once")
+
+
+@on_ranks(2)
+def test_a_synchronised_norm_waits_for_replicas_and_not_for_other_stages() -> None:
+    # Torch's default is all ranks of the job; on a CPU its forward is refused by torch.
+    norm = nn.SyncBatchNorm(WIDTH)
+    Run(2).model(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm))
+    assert norm.process_group is smp.get_dp_process_group()
 
 
 @on_ranks(2)
