@@ -219,7 +219,8 @@ _DATA: Final[Any] = T.data
 
 
 def _set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    if isinstance(value, NonResident) and not isinstance(parameter, NonResident):
+    is_between_units = microbatch_between_units() is not None  # there `refuse_as_data` has a better hint
+    if isinstance(value, NonResident) and not isinstance(parameter, NonResident) and not is_between_units:
         raise _refusal("data", value)
     _DATA.__set__(parameter, value)
 
