@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
 from smpkit.torch.amp import refuse_torchs_scaler
 from smpkit.torch.core.arguments import check_callable
 from smpkit.torch.core.module_call import expose_original_forwards
@@ -37,6 +39,7 @@ from smpkit.torch.model_checks import (
     refuse_join,
     refuse_layers_dropped_by_rank,
     refuse_parameters_beyond_model,
+    refuse_what_one_rank_trains,
     watch_users_model,
 )
 from smpkit.torch.model_parts import ModelParts, alias_module
@@ -186,7 +189,7 @@ class DistributedModel(ModelParts):
         watch_users_model(module)
         self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
-        _adapt_torchs_functions(accumulates=backward_passes_per_step > 1)
+        _adapt_torch(module, accumulates=backward_passes_per_step > 1)
         if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))
@@ -441,10 +444,16 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
     return handle
 
 
-def _adapt_torchs_functions(*, accumulates: bool) -> None:
-    """Put right, or refuse, what torch makes of this rank's gradients alone."""
+def _adapt_torch(module: nn.Module, *, accumulates: bool) -> None:
+    """Put right, or refuse, what torch makes of this rank's part alone, and what waits for ranks that do not come."""
     clip_whole_models_with_torch(accumulates=accumulates)
     refuse_torchs_scaler()
+    if state.pp_size > 1:
+        state.reset_hooks.append(register_optimizer_step_pre_hook(refuse_what_one_rank_trains).remove)
+        for each in module.modules():
+            # By default it waits for all ranks of the job, of which other stages run other layers.
+            if isinstance(each, nn.SyncBatchNorm) and each.process_group is None:
+                each.process_group = state.process_group(CommGroup.DP_GROUP)
 
 
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:

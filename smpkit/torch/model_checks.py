@@ -17,6 +17,7 @@ from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.model_parts import ModelParts, refuse_saving_parts
 from smpkit.torch.offload_model.model import OffloadModel
+from smpkit.torch.pipeline.parameters import has_gradient_of_a_step
 from smpkit.torch.placement.delayed import refuse_unset_values
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import refuse_assignment
@@ -146,14 +147,28 @@ def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[to
         if each.requires_grad and each not in placement and (state.pp_size > 1 or each.grad is not None):
             if any(known.parameter.dtype.itemsize < each.dtype.itemsize for known in placement):
                 return
-            alone = "a pipeline would train it on one of its ranks only"
-            if state.pp_size == 1:
-                alone = "each replica would train it on its own samples only"
-            raise UsageError(
-                f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model, and {alone}",
-                hint="wrap one module that has both: the model and, say, the loss with weights of its own; and make the"
-                " optimizer when the model has its final weights, after `resize_token_embeddings`",
-            )
+            raise _beyond_model_error(each)
+
+
+def refuse_what_one_rank_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse to train beside a pipeline, by another optimizer of torch's, what steps gave gradients on one rank alone.
+
+    What a script trains outside of steps (a probe on what they return) is the same on all ranks of a pipeline.
+    """
+    for each in (each for group in optimizer.param_groups for each in group["params"]):
+        if has_gradient_of_a_step(each):
+            raise _beyond_model_error(each)
+
+
+def _beyond_model_error(parameter: torch.Tensor) -> UsageError:
+    alone = "a pipeline would train it on one of its ranks only"
+    if state.pp_size == 1:
+        alone = "each replica would train it on its own samples only"
+    return UsageError(
+        f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in the model, and {alone}",
+        hint="wrap one module that has both: the model and, say, the loss with weights of its own; and make the"
+        " optimizer when the model has its final weights, after `resize_token_embeddings`",
+    )
 
 
 _watched: Final = weakref.WeakSet[nn.Module]()

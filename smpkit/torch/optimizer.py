@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -34,6 +35,8 @@ from smpkit.torch.state_dict import (
 )
 from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
+_OF_ALL: Final = re.compile("LBFGS|Prodigy|DAdapt.*|.*SAM")
+"""The names of rules that go by a norm or a sum over all parameters, which they add up themselves."""
 _OF_MATRICES: Final = frozenset({"Adafactor", "Muon"})
 """Rules, of torch and others, in which the update of an element depends on its row, its column or its whole matrix."""
 
@@ -61,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         UsageError: before `smp.init()`, for something that is no optimizer, or an invalid loss scale.
+        UnsupportedError: for one that needs all parameters, where a rank has some.
     """
 
     masters: MasterWeights | None = None
@@ -166,16 +170,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 closure = self._clip_after(closure, state.cfg.sdp_gradient_clipping)
         zero1 = _zero1_partition()
-        rules = {each.__name__ for each in type(self.optimizer).__mro__}
-        divides = state.cfg.sharded_data_parallel_degree > 1
-        if "LBFGS" in rules and (zero1 is not None or divides or state.pp_size * state.tp_size > 1):
-            raise UnsupportedError(
-                "LBFGS looks at all parameters at once, but a rank of a pipeline, of tensor parallelism, of sharded"
-                " data parallelism or with shard_optimizer_state has some of them",
-                hint="use another optimizer, or degrees of 1 without shard_optimizer_state",
-            )
+        rules = _rules_of(self.optimizer)
         # Torch gathers the matrices of sharded data parallelism for Muon, and cannot do so for any Adafactor.
-        divides = divides and "Adafactor" in rules
+        divides = state.cfg.sharded_data_parallel_degree > 1 and "Adafactor" in rules
         if rules & _OF_MATRICES and (divides or any(map(is_tp_shard, self._model_parameters()))):
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__} looks at whole matrices, of which a rank of"
@@ -482,3 +479,19 @@ def _check(optimizer: Any) -> None:
         raise UsageError(
             f"{type(optimizer).__name__} is no optimizer: it has no {', '.join(f'`{n}`' for n in missing)}"
         )
+    rules, cfg = _rules_of(optimizer), state.cfg
+    clips = getattr(optimizer, "defaults", {}).get("max_grad_norm")  # by a norm that it adds up, unless it is ours
+    is_of_all = any(map(_OF_ALL.fullmatch, rules)) or (clips and not hasattr(optimizer, "looks_at_all_parameters"))
+    has_some = state.pp_size * state.tp_size > 1 or (cfg.shard_optimizer_state and cfg.ddp and state.dp_size > 1)
+    # The norms and sums of DTensors are those of the whole.
+    if is_of_all and (has_some or (cfg.sharded_data_parallel_degree > 1 and "LBFGS" in rules)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} looks at all parameters at once, but a rank of a pipeline, of tensor"
+            " parallelism, of sharded data parallelism or with shard_optimizer_state has some of them",
+            hint="use another optimizer (one that clips by itself: with max_grad_norm=0, and smp.clip_grad_norm_), or"
+            " degrees of 1 without shard_optimizer_state",
+        )
+
+
+def _rules_of(optimizer: Any) -> set[str]:
+    return {each.__name__ for each in type(optimizer).__mro__}

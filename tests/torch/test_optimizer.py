@@ -198,8 +198,9 @@ def test_before_init_it_says_what_to_call() -> None:
 
 
 OTHERS: Any = type("Adafactor", (torch.optim.SGD,), {})  # the one of Transformers has the name, and nothing of torch's
+SAM: Any = type("SAM", (torch.optim.SGD,), {})  # it climbs by a norm of all gradients
 PIECES = {
-    "tensor_parallel_degree": (torch.optim.Adafactor, torch.optim.Muon, OTHERS),
+    "tensor_parallel_degree": (torch.optim.Adafactor, torch.optim.Muon, OTHERS, SAM),
     "sharded_data_parallel_degree": (torch.optim.Adafactor, OTHERS, torch.optim.LBFGS),
 }
 
@@ -213,7 +214,6 @@ def test_rules_that_look_at_more_than_a_rank_has_are_refused(degree: str) -> Non
     smp.set_tensor_parallelism(module)
     model = smp.DistributedModel(module)
     for rule in PIECES[degree]:
-        optimizer = smp.DistributedOptimizer(rule(model.parameters()))
         model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(UnsupportedError, match=f"{rule.__name__} looks at (whole matrices|all parameters)"):
-            optimizer.step(lambda: 0.0)
+            smp.DistributedOptimizer(rule(model.parameters())).step(lambda: 0.0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from tests.models import WIDTH, Case, by_torch, mse_step, plainly, vectors
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, over_ranks
 from tests.train import Trace, Way, batch, build, check_same, run, whole, world
 
 
@@ -87,6 +89,41 @@ def on_one_rank() -> Trace:
 def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation(what: str, way: Way, on_one_rank: Trace) -> None:
     for trace in run(Case(functools.partial(Dropping, **RECOMPUTED[what]), vectors, mse_step), way):
         check_same(trace, on_one_rank)
+
+
+class Mixing(nn.Module):
+    """Mixes hidden values with those of others, and labels alike, as manifold mixup does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        for parameter in self.parameters():
+            (nn.init.eye_ if parameter.ndim == 2 else nn.init.zeros_)(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = x
+        for layer in self.layers:
+            order, share = np.random.permutation(len(x)), random.random()
+            x, labels = (each * share + each[order] * (1 - share) for each in (layer(x), labels))
+        return (x - labels).abs().max()
+
+
+@smp.step
+def mixing_step(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    model.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+def test_ranks_that_take_microbatches_in_turns_draw_the_same_for_each() -> None:
+    # Labels were mixed in another order than their values, on another rank, without a word.
+    module = Mixing()
+    model = over_ranks(module, {layer: number % 2 for number, layer in enumerate(module.layers)}, microbatches=4)
+    for _ in range(2):
+        before = np.random.get_state(legacy=False)["state"]["key"].tolist()
+        assert max(mixing_step(model, torch.randn(16, WIDTH)).outputs) < 1e-5
+    assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before
 
 
 @on_ranks(1)

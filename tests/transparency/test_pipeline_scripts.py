@@ -246,6 +246,29 @@ def hooked() -> nn.Module:
     return module
 
 
+class Normalising(nn.Module):
+    """Normalises by statistics of its own, in a module without weights."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+def gathered(layers: Any, x: Tensor) -> Tensor:
+    """Gather what a layer returns from all replicas, as contrastive losses do."""
+    x = layers[0](x)
+    parts = [torch.zeros_like(x)]
+    torch.distributed.all_gather(parts, x, group=smp.get_dp_process_group())
+    return layers[1](torch.cat(parts))
+
+
 class Memory:
     """No container that anybody could look into."""
 
@@ -297,6 +320,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Two(handed_on_as_a_module, Calling),
         "`layers.0`, whose weights pipeline rank 0 holds, was called inside a layer, on rank 1",
     ),
+    "gathered": (lambda: Two(gathered), "`all_gather` of torch.distributed was called on a value that another"),
+    # One rank trained with other statistics than the others: a teacher's, or a judge's beside the model.
+    "statistics of every rank": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Normalising(), nn.Linear(WIDTH, WIDTH)),
+        "`batch_norm` got a value of one pipeline rank and running statistics that every rank has",
+    ),
     "nested": (
         lambda: nn.Sequential(Nesting(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
         "`0` returned a nested or a sparse tensor",
@@ -333,12 +362,25 @@ def test_lazy_models_copies_and_optimizers_that_need_the_whole_are_refused() -> 
     model = run.model(sequential())
     with pytest.raises(SmpkitError) as copied:
         copy.deepcopy(model)
-    optimizer = smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(SmpkitError) as optimized:
-        optimizer.step(lambda: 0.0)
+    # By a norm of its own part, each rank climbed or clipped otherwise.
+    of_all = [torch.optim.LBFGS, *(type(name, (torch.optim.SGD,), {}) for name in ("SAM", "GSAM", "DAdaptAdam"))]
+    clipping = torch.optim.SGD(model.parameters())
+    clipping.defaults["max_grad_norm"] = 1.0  # as timm's Lamb and others
+    for optimizer in (*(rule(model.parameters()) for rule in of_all), clipping):
+        with pytest.raises(SmpkitError) as optimized:
+            smp.DistributedOptimizer(optimizer)
+        assert optimized.value.message.startswith(f"{type(optimizer).__name__} looks at all parameters at once")
+    smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters()))
     assert lazy.value.message == "`1.weight` has no shape yet: its module is a lazy one"
     assert copied.value.message.startswith("a DistributedModel was copied or pickled")
-    assert optimized.value.message.startswith("LBFGS looks at all parameters at once")
+
+
+@on_ranks(2)
+def test_a_synchronised_norm_waits_for_replicas_and_not_for_other_stages() -> None:
+    # Torch's default is all ranks of the job; on a CPU its forward is refused by torch.
+    norm = nn.SyncBatchNorm(WIDTH)
+    Run(2).model(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm))
+    assert norm.process_group is smp.get_dp_process_group()
 
 
 @on_ranks(2)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
@@ -32,15 +34,17 @@ class MicrobatchCoroutine:
     keeps by thread, and the same context variables.
 
     Args:
-        random: the generators belong to the process: a suspended body saves their state and finds it again.
+        streams: the generators belong to the process: a suspended body saves their state and finds it again.
         device: its current stream is that of the thread that makes this object.
+        seed: of Python's and numpy's generators in the body. From common ones, ranks that interrupt their bodies
+            elsewhere would draw other numbers for the same microbatch.
     """
 
-    def __init__(self, body: Callable[[], Any], random: RandomStreams, device: torch.device) -> None:
+    def __init__(self, body: Callable[[], Any], streams: RandomStreams, device: torch.device, seed: int) -> None:
         self.done = False
         self.output: Any = None
         self._body = body
-        self._random = random
+        self._streams, self._seed = streams, seed
         self._torch_thread_state = _torch_thread_state(device)
         self._context = contextvars.copy_context()
         self._resumed = threading.Semaphore(0)
@@ -62,14 +66,18 @@ class MicrobatchCoroutine:
 
     def suspend(self) -> None:
         """Let the thread that resumed the body run, until it resumes the body again; called inside the body."""
-        kept = self._random.state()
+        kept, python, numpy = self._streams.state(), random.getstate(), np.random.get_state()
         self._yielded.release()
         if not self._resumed.acquire(timeout=10 * state.timeout.total_seconds()):
             raise DeadlineError("a suspended microbatch was never resumed")
-        self._random.restore(kept)
+        self._streams.restore(kept)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
     def _main(self) -> None:
         self._resumed.acquire()
+        random.seed(self._seed)
+        np.random.seed(self._seed)
         try:
             with self._torch_thread_state():
                 self.output = self._context.run(self._body)

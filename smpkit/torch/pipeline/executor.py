@@ -16,6 +16,8 @@ another one meanwhile (`coroutine.py`)::
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from smpkit.errors import UsageError
@@ -200,6 +203,7 @@ class _Step:
         self.results: Results | None = None
         """What the step returns, once all forwards have run."""
         self._coroutines: dict[int, MicrobatchCoroutine] = {}
+        self._seeds: list[int] = []
         self._recorder = recorder
         self._is_watched = status.current_page() is not None
         self._offloader = offloader.current()
@@ -218,7 +222,11 @@ class _Step:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
-        forward = self._resume_forward if plan.has_revisits else self.run_forward
+        forward: Callable[[int, int], None] = self.run_forward
+        generators = None
+        if plan.has_revisits:
+            self._seeds = [random.getrandbits(32) for _ in self.microbatches]
+            forward, generators = self._resume_forward, (random.getstate(), np.random.get_state())
         microbatches, transport = self.microbatches, self.stage.transport
         # Between actions, or buffers would be made in whatever mode the step's code has set.
         for posts, kind, segment, index, is_split in plan.actions:
@@ -236,6 +244,9 @@ class _Step:
                 elif index not in self.outputs:
                     forward(index, segment)
         self.run_rest(forward)
+        if generators is not None:  # bodies have left them in other states on each rank
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])
 
     def run_rest(self, forward: Callable[[int, int], None]) -> None:
         """Run what is left of all forwards, then of all backwards, in program order, which is the same on all ranks."""
@@ -259,7 +270,8 @@ class _Step:
         microbatch = self.microbatches[index]
         coroutine = self._coroutines.get(index)
         if coroutine is None:
-            coroutine = MicrobatchCoroutine(lambda: self.body(index), self.stage.random, self.stage.device)
+            body, stage = functools.partial(self.body, index), self.stage
+            coroutine = MicrobatchCoroutine(body, stage.random, stage.device, self._seeds[index])
             self._coroutines[index] = coroutine
             microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
         self._run_action(Kind.FORWARD, segment, microbatch, coroutine.resume)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
@@ -68,8 +69,16 @@ _DRAWING_IN_PLACE: Final = frozenset(
 
 
 def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
-    """Raise if a tensor that every rank should have was made of weights that only some hold."""
-    if not isinstance(tensor, NonResident) and not _leads_to_a_weight(tensor.grad_fn, stage):
+    """Raise if a tensor that every rank should have was made of weights that only some hold.
+
+    What else it was made of may get a gradient, on one rank alone: `has_gradient_of_a_step` tells.
+    """
+    leaves = list(_leaves_of(tensor)) if tensor.requires_grad else []
+    if not isinstance(tensor, NonResident) and not any(id(each) in stage.parameter_owners for each in leaves):
+        for leaf in leaves:
+            if state.model is not None and leaf not in state.model.placement and leaf not in _beyond_model:
+                _beyond_model[leaf] = None
+                leaf.register_post_accumulate_grad_hook(_note_gradient)  # type: ignore[no-untyped-call]
         return
     stage.failed_alone = True  # to a rank that holds none of these weights, it may look like any other tensor
     raise UsageError(
@@ -81,17 +90,37 @@ def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
     )
 
 
-def _leads_to_a_weight(grad_fn: Any, stage: StageContext) -> bool:
-    seen, stack = {grad_fn}, [] if grad_fn is None else [grad_fn]
+def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors without a history that a tensor was made of, or the tensor if it is one."""
+    if tensor.grad_fn is None:
+        yield tensor
+        return
+    seen, stack = {tensor.grad_fn}, [tensor.grad_fn]
     while stack:
-        node = stack.pop()
-        weight = getattr(node, "variable", None)
-        if weight is not None and id(weight) in stage.parameter_owners:
-            return True
+        node: Any = stack.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
         after = [node for node, _ in node.next_functions if node is not None and node not in seen]
         seen.update(after)
         stack += after
-    return False
+
+
+_beyond_model: Final[Any] = WeakIdKeyDictionary()
+"""What steps have used and may be trained, but is no parameter of the model, with the gradient that a step gave it."""
+
+
+def _note_gradient(leaf: torch.Tensor) -> None:
+    if state.step is not None and leaf.grad is not None:
+        _beyond_model[leaf] = TensorWeakRef(leaf.grad)
+
+
+def has_gradient_of_a_step(tensor: torch.Tensor) -> bool:
+    """Tell whether the backward of a step has given `tensor`, which is no parameter of the model, the gradient it has.
+
+    Gradients of the script's own backwards, outside of steps, are those of every rank of a pipeline.
+    """
+    gradient = _beyond_model.get(tensor)
+    return gradient is not None and tensor.grad is not None and gradient() is tensor.grad
 
 
 def parameter_change_error(name: str, parameter: torch.Tensor) -> UsageError:
@@ -179,6 +208,18 @@ def mark_nonresident_parameters(placement: Placement) -> None:
     for each in placement:
         if not each.is_here and type(each.parameter) is nn.Parameter:
             _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
+    # Torch's own setter does not ask the class of the value, and would take the NaN that stand for its numbers.
+    nn.Parameter.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+
+
+_DATA: Final[Any] = T.data
+
+
+def _set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    is_between_units = microbatch_between_units() is not None  # there `refuse_as_data` has a better hint
+    if isinstance(value, NonResident) and not isinstance(parameter, NonResident) and not is_between_units:
+        raise _refusal("data", value)
+    _DATA.__set__(parameter, value)
 
 
 def _as_nonresident(tensor: torch.Tensor, kind: type[NonResident], name_and_owner: tuple[str, int]) -> torch.Tensor:

@@ -8,12 +8,14 @@ end says which function is answered how.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, spec_of
@@ -106,6 +108,13 @@ class StageTensor(torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
+        if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+            raise UsageError(
+                f"`{name}` of torch.distributed was called on a value that another pipeline rank may hold",
+                hint="call it inside a torch.nn.Module that lies on one rank, with"
+                " group=smp.get_dp_process_group(): one that has weights, or whose forward names the"
+                " torch.autograd.Function that calls it",
+            )
         if len(_PLAIN_NAMES) < _MAX_NAMES and not changes_in_place(func, name, {}):
             _PLAIN_NAMES[func] = name
         return current_microbatch().run_operation(func, name, args, kwargs)
@@ -362,6 +371,20 @@ def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str,
     )
 
 
+def _normalised(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Normalise a batch, unless that changes running statistics that every rank has: only one would change its own."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    trains = given.get("use_input_stats", True) if func is functional.instance_norm else given.get("training", False)
+    if trains and type(given.get("running_mean")) is torch.Tensor:
+        raise UsageError(
+            f"`{func.__name__}` got a value of one pipeline rank and running statistics that every rank has, and only"
+            " that rank would change its own",
+            hint="put the layer into the model (torch's own, or inside a torch.nn.Module that lies on one rank), or"
+            " call its `.eval()`",
+        )
+    return current_microbatch().run_operation(func, func.__name__, args, kwargs)
+
+
 _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys(SHAPE_FUNCTIONS, _from_shape),
     **dict.fromkeys(NUMBER_FUNCTIONS, _for_python),
@@ -369,5 +392,6 @@ _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys(_LIKE_OTHER, _like_other),
     **dict.fromkeys(_REFUSED, _refuse),
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
+    **dict.fromkeys((functional.batch_norm, functional.instance_norm), _normalised),
 }
 """How functions are answered that are not plain operations on data."""

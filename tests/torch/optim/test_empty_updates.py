@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -92,6 +93,30 @@ def test_what_is_not_in_the_model_cannot_be_trained(config: dict[str, Any]) -> N
     weighing.zero_grad()
     weighing.requires_grad_(False)
     optimizer.step()
+
+
+@on_ranks(2)
+def test_another_optimizer_trains_beside_a_pipeline_what_all_its_ranks_train_alike() -> None:
+    # A center loss, or a temperature, was trained on the rank that had the loss, and stayed as it was on the others.
+    model, _ = make({"microbatches": 2, "pipeline_parallel_degree": 2})
+    weighing = Weighing()
+    optimizer = torch.optim.SGD(weighing.parameters(), lr=0.1)
+
+    @smp.step
+    def weighing_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        model.backward(weighing(out.square().mean()))
+        return out
+
+    returned = weighing_step(model, X).concat()
+    has_loss = weighing.weight.grad is not None
+    assert has_loss == (smp.pp_rank() == 1)
+    with pytest.raises(UsageError, match="is not in the model") if has_loss else contextlib.nullcontext():
+        optimizer.step()
+    optimizer.zero_grad()
+    weighing(returned.square().mean()).backward()
+    optimizer.step()
+    smp.barrier()
 
 
 @pytest.mark.usefixtures("world")

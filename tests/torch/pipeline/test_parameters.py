@@ -92,6 +92,11 @@ def test_reading_a_weight_of_another_rank_says_where_it_is() -> None:
             reading(theirs)
         assert caught.value.message.endswith(needed)
         assert how != "item" or caught.value.message.startswith("`item` needs")
+    own = model.module[rank * 2].linear.weight if rank else model.module[0].weight
+    with pytest.raises(UsageError, match=rf"`data`{needed}"):
+        own.data = own.data * 0.9 + theirs.data * 0.1  # as momentum encoders are averaged: it trained on NaN
+    own.data = own.data.clone()
+    theirs.data = theirs.data * 0.9 + own.data * 0.1
     assert f"{theirs} {theirs.data[0]!r}" == (
         f"Parameter(`{name}` on pp_rank {1 - rank}, float32[{WIDTH}, {WIDTH}])"
         f" Tensor(`{name}` on pp_rank {1 - rank}, float32[{WIDTH}])"
