@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Final, NoReturn
 
 import torch
-import torch.nn.modules.module as torch_module
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UnsupportedError, UsageError
@@ -185,12 +188,8 @@ def watch_users_model(root: nn.Module) -> None:
     refuse_saving_parts(root)
     _watched.clear()
     _watched.update(root.modules())
-    for hooks, register in (
-        (torch_module._global_parameter_registration_hooks, torch_module.register_module_parameter_registration_hook),
-        (torch_module._global_module_registration_hooks, torch_module.register_module_module_registration_hook),
-    ):
-        if _refuse_new not in hooks.values():
-            register(_refuse_new)
+    for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+        state.reset_hooks.append(register(_refuse_new).remove)
 
 
 def _refuse_new(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:

@@ -95,7 +95,7 @@ def test_a_stop_before_the_ranks_are_started_ends_the_launcher_and_what_it_start
     slow = f"import os, time\nopen('{tmp_path}/pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     (tmp_path / "first" / f"{module}.py").write_text(slow)
     host = {"SMPKIT_BASE_DIR": str(tmp_path), "SMPKIT_HOSTS": "n1", "SLURM_NODEID": "0"}
-    environ = {**os.environ, **host, "PYTHONPATH": f"{tmp_path / 'first'}:{os.environ['PYTHONPATH']}"}
+    environ = {**os.environ, **host, "PYTHONPATH": f"{tmp_path / 'first'}:{':'.join(sys.path)}"}
     command = [sys.executable, "-m", "smpkit_container", "train"]
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
         started = int((tmp_path / "pid").read_text())

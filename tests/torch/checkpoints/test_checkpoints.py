@@ -82,6 +82,15 @@ def test_trap_12_a_tag_may_be_a_plain_torch_file_beside_an_empty_user_content(tm
     assert set(weights(model)) == {2.0}
 
 
+def test_trap_14_a_full_dict_may_say_that_it_is_not_partial(tmp_path: Path) -> None:
+    model, _ = make()
+    torch.save({**model.module.state_dict(), "_smp_is_partial": False}, tmp_path / "x")
+    before = weights(model)
+    train(*make(seed=5))
+    resume_from_checkpoint(tmp_path, "x", partial=False)
+    assert weights(smp.state.model) == before
+
+
 def test_a_translate_function_sees_the_full_state_dict(tmp_path: Path) -> None:
     model, _ = make()
     torch.save({f"old.{name}": torch.zeros_like(value) for name, value in plain().state_dict().items()}, tmp_path / "x")
