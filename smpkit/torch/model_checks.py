@@ -196,6 +196,8 @@ def _refuse_new(module: nn.Module, name: str, value: nn.Module | nn.Parameter | 
     model = state.model
     if module not in _watched or model is None or not model.partitioned or state.pp_size == state.dp_size == 1:
         return
+    if state.cfg.sharded_data_parallel_degree > 1:  # torch assigns parameters when it gathers them
+        return
     parameters = value.parameters() if isinstance(value, nn.Module) else () if value is None else (value,)
     for parameter in parameters:
         if parameter not in model.placement:

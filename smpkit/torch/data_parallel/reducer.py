@@ -308,6 +308,8 @@ class GradientReducer:
             if param.grad is not None:  # `zero_grad` may have cleared it in the meantime
                 self._earlier[id(param)] = param.grad
                 param.grad = None
+        elif param.grad is None:  # it has cleared what backwards have added since, and means all of it
+            self._earlier.pop(id(param), None)
 
     def _announce_end(self) -> None:
         with self._lock:
@@ -332,8 +334,9 @@ class GradientReducer:
         bucket = self.buckets[len(self._pending)]
         self._used |= bucket.ids - bucket.missing
         with torch.no_grad():
-            for param in bucket.params if self._results else ():
-                self._set_aside(param)
+            for param in bucket.params if self._results or self._earlier else ():
+                if id(param) in bucket.missing or id(param) in self._results:
+                    self._set_aside(param)
             try:
                 bucket.pack(self._used)
             except RuntimeError:

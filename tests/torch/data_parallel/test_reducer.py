@@ -276,6 +276,25 @@ def test_what_is_used_before_an_accumulation_is_full_is_reduced(use: str) -> Non
         assert_close(gradients(model), gradients(plain))
 
 
+@on_ranks(2)
+def test_what_is_cleared_before_an_accumulation_is_full_is_gone() -> None:
+    """With sharded state the reduced gradients of before wait elsewhere while passes add to `grad`."""
+    smp.init({"ddp": True, "microbatches": 1, "shard_optimizer_state": True})
+    model, plain = smp.DistributedModel(Branches(), backward_passes_per_step=2), Branches()
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(3):  # the third pass adds to what the first two gave
+        branch_step(model, inputs(smp.rank()), (0, 1, 2, 3))
+    model.zero_grad()
+    branch_step(model, inputs(smp.rank()), (0, 1))
+    for rank in range(2):
+        (plain(inputs(rank), (0, 1)) / 2).backward()
+    owned = {number: each for number, each in enumerate(gradients(model)) if each is not None}
+    assert owned
+    for number, each in owned.items():
+        expected = gradients(plain)[number]
+        assert_close(each, torch.zeros(3, 3) if expected is None else expected)
+
+
 TARGET = ReduceTarget(mock.sentinel.group)
 FLOAT, DOUBLE = torch.float32, torch.float64
 MEGABYTE = 256 * 1024
