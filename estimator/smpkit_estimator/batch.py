@@ -40,7 +40,7 @@ from smpkit_estimator.backend import (
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
-from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
+from smpkit_estimator.sources import Packed, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, failure_of
 
 _PLACE = "smpkit_place"
@@ -74,9 +74,8 @@ class _Sent:
     files: Mapping[str, bytes] = field(repr=False)
     """What goes below the place."""
     archive: str
-    sources: Sources | None
-    """What is packed into the archive; None if it is in S3 already."""
     packed: Packed | None
+    """None if the archive is in S3 already."""
     definition: Object
     submission: Object
 
@@ -104,9 +103,9 @@ class AwsBatch:
         if sources is not None:
             packed = pack(sources)
             archive = f"{_staging_of(job)}/sources/{packed.digest}/sourcedir.tar.gz"
-            notes += packing_notes(sources, packed)
+            notes += packing_notes(packed)
         region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return _plan(job, chosen, region, archive, sources, packed, notes)
+        return _plan(job, chosen, region, archive, packed, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: _Sent = plan.payload
@@ -143,7 +142,8 @@ class AwsBatch:
 
     def _upload(self, sent: _Sent) -> None:
         key = sent.job.encryption.output_key
-        self.cloud.upload_sources(sent.sources, sent.packed, sent.archive, key)
+        if sent.packed is not None:
+            self.cloud.upload_sources(sent.packed, sent.archive, key)
         for name, content in sent.files.items():
             self.cloud.upload(io.BytesIO(content), f"{sent.place}/{name}", key)
 
@@ -182,7 +182,7 @@ class AwsBatch:
         job = scheduled.job_again(kept["job"], changes)
         chosen = new_name or unique_name(base_name(name), self.clock.now())
         refuse(_not_for_batch(job, chosen), "AWS Batch")
-        return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
+        return _plan(job, chosen, self.cloud.region, kept["sources"], None, list(_notes(job)))
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
         reached = tried("credentials", self.cloud.credentials, needed=job is not None)
@@ -277,15 +277,7 @@ class _Hosts:
 # ---- from a job file to what is sent ---------------------------------------------------------------------------------
 
 
-def _plan(
-    job: JobConfig,
-    name: str,
-    region: str,
-    archive: str,
-    sources: Sources | None,
-    packed: Packed | None,
-    notes: Sequence[str],
-) -> Plan:
+def _plan(job: JobConfig, name: str, region: str, archive: str, packed: Packed | None, notes: Sequence[str]) -> Plan:
     place = f"{_staging_of(job)}/jobs/{name}-{secrets.token_hex(4)}"  # a new one each time: names may be used again
     requests = {"RegisterJobDefinition": _definition(job, name, region, place), "SubmitJob": _submission(job, name)}
     for operation, body in requests.items():
@@ -316,7 +308,7 @@ def _plan(
         name=name,
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
-        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, packed, *requests.values()),
+        payload=_Sent(job, place, {**encoded, **hidden}, archive, packed, *requests.values()),
         max_seconds=scheduled.limit_of(job),
         notes=tuple(notes),
     )
