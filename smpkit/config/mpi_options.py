@@ -105,14 +105,10 @@ def _grouped(words: Sequence[str]) -> Iterator[Option]:
         else:
             while words[start].startswith("-") and position < len(words) and not words[position].startswith("-"):
                 position += 1
-        yield _aws_form(tuple(words[start:position]))
-
-
-def _aws_form(words: tuple[str, ...]) -> Option:
-    """Accept `--NCCL_DEBUG=INFO`, which AWS's toolkit understands as an exported variable."""
-    if len(words) == 1 and words[0].startswith("--NCCL_DEBUG="):
-        return Option(("-x", words[0].removeprefix("--")))
-    return Option(words)
+        option = tuple(words[start:position])
+        if len(option) == 1 and option[0].startswith("--NCCL_DEBUG="):  # an exported variable, as AWS's toolkit has it
+            option = ("-x", option[0].removeprefix("--"))
+        yield Option(option)
 
 
 def _problem(option: Option, earlier: Option | None) -> Problem | None:
