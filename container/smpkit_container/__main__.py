@@ -129,11 +129,10 @@ def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: in
         return 3
 
 
-def _refuse(error: SmpkitError | OSError, base: Path | None = None) -> int:
+def _refuse(error: SmpkitError | OSError, base: Path) -> int:
     """Say why the job cannot be started, below `base`, too; return the exit code."""
     sys.stderr.write(f"error: {plain(str(error))}\n")
-    if base is not None:
-        write_failure(Folders(base).failure, str(error))
+    write_failure(Folders(base).failure, str(error))
     return error.exit_code if isinstance(error, SmpkitError) else 1
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -110,24 +110,23 @@ def secret_variables(environment: Environment) -> dict[str, str]:
         return {}
     region = str(environment.framework.get(REGION) or os.environ.get("AWS_REGION") or "") or None
     texts: dict[str, str] = {}
-    return {name: _secret(name, place, texts, region) for name, place in wanted.items()}
-
-
-def _secret(name: str, place: Mapping[str, Any], texts: dict[str, str], region: str | None) -> str:
-    entry, key = str(place.get("entry") or ""), place.get("key")
-    if entry not in texts:
-        texts[entry] = _entry(name, entry, region)
-    value = texts[entry]
-    if key is not None:
-        try:
-            value = json.loads(value)[str(key)]
-        except (ValueError, KeyError, TypeError):
-            value = None  # type: ignore[assignment]
-        if not isinstance(value, str):
-            raise LaunchError(f"the secret {name}: the entry `{entry}` is no JSON object with a text at `{key}`")
-    if "\0" in value:
-        raise LaunchError(f"the secret {name} (entry `{entry}`) holds a NUL character, which no variable can")
-    return value
+    variables = {}
+    for name, place in wanted.items():
+        entry, key = str(place.get("entry") or ""), place.get("key")
+        if entry not in texts:
+            texts[entry] = _entry(name, entry, region)
+        value: Any = texts[entry]
+        if key is not None:
+            try:
+                value = json.loads(value)[str(key)]
+            except (ValueError, KeyError, TypeError):
+                value = None
+            if not isinstance(value, str):
+                raise LaunchError(f"the secret {name}: the entry `{entry}` is no JSON object with a text at `{key}`")
+        if "\0" in value:
+            raise LaunchError(f"the secret {name} (entry `{entry}`) holds a NUL character, which no variable can")
+        variables[name] = value
+    return variables
 
 
 def _entry(name: str, entry: str, region: str | None) -> str:

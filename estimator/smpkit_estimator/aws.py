@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, cached_property
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from boto3 import Session as Session  # noqa: PLC0414 - the seam hands it on
 from botocore.config import Config
@@ -34,7 +34,7 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.backend import Clock, Finding
+from smpkit_estimator.backend import Finding
 from smpkit_estimator.sources import SMALLER, Packed, gib, pack
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
@@ -44,13 +44,6 @@ _MAX_OBJECT_BYTES = 5 * 2**30
 """What S3 takes in one call."""
 _RETRIES = {"mode": "standard", "total_max_attempts": 8}
 """botocore's own: throttling, errors of the service and of the network, with pauses of up to 20 s."""
-
-
-class Identity(NamedTuple):
-    """Who calls."""
-
-    account: str
-    arn: str
 
 
 def open_session(profile: str | None = None, region: str | None = None) -> Session:
@@ -77,9 +70,8 @@ class Cloud:
     Raises (all methods): CloudError, in plain words, with what to do. Throttling is waited out.
     """
 
-    def __init__(self, session: Session, clock: Clock | None = None) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self.clock = clock or Clock()
         self._clients: dict[tuple[str, bool], Any] = {}
 
     @property
@@ -91,13 +83,12 @@ class Cloud:
         return region
 
     @cached_property
-    def identity(self) -> Identity:
-        """Who calls, asked once."""
-        answer = self.ask("sts", "get_caller_identity", "cannot tell whose AWS credentials these are")
-        return Identity(answer["Account"], answer["Arn"])
+    def identity(self) -> Mapping[str, str]:
+        """The `Account` and `Arn` of whoever calls, asked once."""
+        return self.ask("sts", "get_caller_identity", "cannot tell whose AWS credentials these are")
 
     def credentials(self) -> Finding:
-        return Finding("credentials", "ok", f"credentials: {self.identity.arn}, {self.region}")
+        return Finding("credentials", "ok", f"credentials: {self.identity['Arn']}, {self.region}")
 
     def role_arn(self, role: str) -> str:
         """Return the ARN of a role that is named by ARN or by name; a name is looked up."""

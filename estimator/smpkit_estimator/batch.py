@@ -26,6 +26,7 @@ from smpkit_estimator import scheduled
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
 from smpkit_estimator.backend import (
     Access,
+    Clock,
     Finding,
     LogLine,
     Plan,
@@ -85,7 +86,7 @@ class AwsBatch:
 
     def __init__(self, session: Session) -> None:
         self.cloud = Cloud(session)
-        self.clock = self.cloud.clock
+        self.clock = Clock()
         self.pace = 5.0
 
     @property

@@ -70,8 +70,8 @@ class SageMaker:
     """Jobs of one account and region."""
 
     def __init__(self, session: Session, clock: Clock | None = None) -> None:
-        self.cloud = Cloud(session, clock)
-        self.clock = self.cloud.clock
+        self.cloud = Cloud(session)
+        self.clock = clock or Clock()
         self.pace = 5.0
 
     @property
@@ -120,7 +120,7 @@ class SageMaker:
         by_name = not role.startswith("arn:")
         account = ""
         if job.output is None or (by_name and unknown.dry):
-            account = unknown.get(lambda: self.cloud.identity.account, _ACCOUNT, "the account")
+            account = unknown.get(lambda: self.cloud.identity["Account"], _ACCOUNT, "the account")
         role = f"arn:aws:iam::{_ACCOUNT}:role/{role}" if by_name and account == _ACCOUNT else role
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
@@ -375,7 +375,7 @@ def _role(job: JobConfig, cloud: Cloud) -> Finding:
 
 
 def _output(job: JobConfig, cloud: Cloud, *, write: bool) -> Finding:
-    uri = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity.account}/"
+    uri = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity['Account']}/"
     if "://" not in uri:
         return Finding("output", "problem", f"output is a folder of this machine, `{uri}`", "set `output` to an S3 URI")
     bucket = split_uri(uri)[0]
