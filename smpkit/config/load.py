@@ -68,10 +68,7 @@ class Loaded:
         """Yield each setting with its value, hidden if it is probably a secret, and its origin."""
         values = self.config.model_dump(mode="json")
         for path, origin in self.origins.items():
-            value: Any = values
-            for part in path:
-                value = value[part]
-            yield path, masked(str(path[-1]), value), origin
+            yield path, masked(str(path[-1]), _get(values, path)), origin
 
     def located(self, problem: Problem) -> Problem:
         """Add where the value of a problem, or one around or inside it, was written."""
