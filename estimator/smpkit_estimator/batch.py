@@ -114,7 +114,11 @@ class AwsBatch:
         if self._find(plan.name, [queue]) is not None:
             raise UsageError(f"there is a job `{plan.name}` already", hint="`--name` gives another name")
         with preparing():
-            self._upload(sent)
+            key = sent.job.encryption.output_key
+            if sent.packed is not None:
+                self.cloud.upload_sources(sent.packed, sent.archive, key)
+            for file, content in sent.files.items():
+                self.cloud.upload(io.BytesIO(content), f"{sent.place}/{file}", key)
         try:
             answer = self._start(plan.name, queue, sent, began)
         except UnreachableError:
@@ -140,13 +144,6 @@ class AwsBatch:
             # A job keeps what its definition said. One that may not be removed harms nobody: names are those of jobs.
             with contextlib.suppress(CloudError):
                 self.cloud.ask("batch", "deregister_job_definition", "cannot remove it", jobDefinition=defined)
-
-    def _upload(self, sent: _Sent) -> None:
-        key = sent.job.encryption.output_key
-        if sent.packed is not None:
-            self.cloud.upload_sources(sent.packed, sent.archive, key)
-        for name, content in sent.files.items():
-            self.cloud.upload(io.BytesIO(content), f"{sent.place}/{name}", key)
 
     def describe(self, name: str) -> JobStatus:
         job = self._job(name)
