@@ -65,8 +65,9 @@ _OURS = (
 
 def main(arguments: Sequence[str], environ: Mapping[str, str], *, stopped_code: int = 0) -> int:
     """Run the job that the platform describes; return the exit code, `stopped_code` as in `launch`."""
-    before, extra = _split(arguments)
-    if before not in ([], ["train"]):
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    extra = arguments[cut + 1 :]
+    if [*arguments[:cut]] not in ([], ["train"]):
         return _become(arguments)
     if names.is_scheduled(environ):
         return _train_scheduled(environ, extra)
@@ -128,18 +129,11 @@ def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: in
         return 3
 
 
-def _refuse(error: SmpkitError | OSError, base: Path | None = None) -> int:
+def _refuse(error: SmpkitError | OSError, base: Path) -> int:
     """Say why the job cannot be started, below `base`, too; return the exit code."""
     sys.stderr.write(f"error: {plain(str(error))}\n")
-    if base is not None:
-        write_failure(Folders(base).failure, str(error))
+    write_failure(Folders(base).failure, str(error))
     return error.exit_code if isinstance(error, SmpkitError) else 1
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    return words[:cut], words[cut + 1 :]
 
 
 def _become(command: Sequence[str]) -> int:

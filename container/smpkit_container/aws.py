@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,31 +24,36 @@ _MIN_TOKEN_BYTES = 16
 
 def fetch(uri: str, target: Path, what: str, region: str | None = None) -> None:
     """Download an object of S3 to a file; `what` names it in errors, such as `the source archive`."""
-    import boto3
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    parts = urlsplit(uri)
-    try:
-        boto3.client("s3", region_name=region).download_file(parts.netloc, parts.path.lstrip("/"), str(target))
-    except (BotoCoreError, ClientError, OSError) as error:
-        hint = "the job's role needs s3:GetObject for it"
-        raise LaunchError(f"{what} {uri} cannot be downloaded: {error}", hint=hint) from error
+    failed, hint = f"{what} {uri} cannot be downloaded", "the job's role needs s3:GetObject for it"
+    with _client("s3", region, failed, hint) as s3:
+        s3.download_file(*_place(uri), str(target))
 
 
 def put(path: Path, uri: str, region: str | None = None) -> None:
+    failed, hint = f"{path} cannot be uploaded to {uri}", "the job's role needs s3:PutObject for it"
+    with _client("s3", region, failed, hint, attempts=3) as s3:  # the container is about to end
+        s3.upload_file(str(path), *_place(uri))
+
+
+def _place(uri: str) -> tuple[str, str]:
+    parts = urlsplit(uri)
+    return parts.netloc, parts.path.lstrip("/")
+
+
+@contextlib.contextmanager
+def _client(service: str, region: str | None, failed: str, hint: str, *, attempts: int = 8) -> Iterator[Any]:
+    """Yield a client of a service of AWS; what fails with it is a LaunchError that says what `failed`."""
     import boto3
     from boto3.exceptions import Boto3Error
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
-    parts = urlsplit(uri)
-    config = Config(connect_timeout=10, read_timeout=30, retries={"total_max_attempts": 3})
+    retries = {"mode": "standard", "total_max_attempts": attempts}  # all hosts of a job ask at once
+    config = Config(connect_timeout=10, read_timeout=30, retries=retries)
     try:
-        client = boto3.client("s3", region_name=region, config=config)
-        client.upload_file(str(path), parts.netloc, parts.path.lstrip("/"))
+        yield boto3.client(service, region_name=region, config=config)
     except (Boto3Error, BotoCoreError, ClientError, OSError, ValueError) as error:
-        hint = "the job's role needs s3:PutObject for it"
-        raise LaunchError(f"{path} cannot be uploaded to {uri}: {error}", hint=hint) from error
+        raise LaunchError(f"{failed}: {error}", hint=hint) from None
 
 
 # ---- the job's token -------------------------------------------------------------------------------------------------
@@ -104,43 +110,32 @@ def secret_variables(environment: Environment) -> dict[str, str]:
         return {}
     region = str(environment.framework.get(REGION) or os.environ.get("AWS_REGION") or "") or None
     texts: dict[str, str] = {}
-    return {name: _secret(name, place, texts, region) for name, place in wanted.items()}
-
-
-def _secret(name: str, place: Mapping[str, Any], texts: dict[str, str], region: str | None) -> str:
-    entry, key = str(place.get("entry") or ""), place.get("key")
-    if entry not in texts:
-        texts[entry] = _entry(name, entry, region)
-    value = texts[entry]
-    if key is not None:
-        try:
-            value = json.loads(value)[str(key)]
-        except (ValueError, KeyError, TypeError):
-            value = None  # type: ignore[assignment]
-        if not isinstance(value, str):
-            raise LaunchError(f"the secret {name}: the entry `{entry}` is no JSON object with a text at `{key}`")
-    if "\0" in value:
-        raise LaunchError(f"the secret {name} (entry `{entry}`) holds a NUL character, which no variable can")
-    return value
+    variables = {}
+    for name, place in wanted.items():
+        entry, key = str(place.get("entry") or ""), place.get("key")
+        if entry not in texts:
+            texts[entry] = _entry(name, entry, region)
+        value: Any = texts[entry]
+        if key is not None:
+            try:
+                value = json.loads(value)[str(key)]
+            except (ValueError, KeyError, TypeError):
+                value = None
+            if not isinstance(value, str):
+                raise LaunchError(f"the secret {name}: the entry `{entry}` is no JSON object with a text at `{key}`")
+        if "\0" in value:
+            raise LaunchError(f"the secret {name} (entry `{entry}`) holds a NUL character, which no variable can")
+        variables[name] = value
+    return variables
 
 
 def _entry(name: str, entry: str, region: str | None) -> str:
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError
-
     if entry.startswith("arn:"):
         region = entry.split(":")[3]
-    # All hosts of a job ask at once.
-    patient = Config(connect_timeout=10, read_timeout=30, retries={"mode": "standard", "total_max_attempts": 8})
-    try:
-        client = boto3.client("secretsmanager", region_name=region, config=patient)
-        answer = client.get_secret_value(SecretId=entry)
-    except (BotoCoreError, ClientError) as error:
-        raise LaunchError(
-            f"the secret {name} (entry `{entry}`) cannot be read: {error}",
-            hint="the job's role needs `secretsmanager:GetSecretValue` for it, and `kms:Decrypt` for a key of its own",
-        ) from None
-    if not isinstance(answer.get("SecretString"), str):
+    failed = f"the secret {name} (entry `{entry}`) cannot be read"
+    hint = "the job's role needs `secretsmanager:GetSecretValue` for it, and `kms:Decrypt` for a key of its own"
+    with _client("secretsmanager", region, failed, hint) as manager:
+        text = manager.get_secret_value(SecretId=entry).get("SecretString")
+    if not isinstance(text, str):
         raise LaunchError(f"the secret {name} (entry `{entry}`) is not a text")
-    return str(answer["SecretString"])
+    return text

@@ -255,10 +255,7 @@ class Live:
     def __init__(
         self, folder: Path, ranks: range, *, terminal: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._folder = folder
-        self._ranks = ranks
-        self._terminal = terminal
-        self._clock = clock
+        self._folder, self._ranks, self._terminal, self._clock = folder, ranks, terminal, clock
         self._began = clock()
         self.due = self._began + (_TERMINAL_SECONDS if terminal else _LOG_SECONDS[0])
         """When the next line is due, by the clock."""
@@ -268,15 +265,14 @@ class Live:
         now = self._clock()
         if now < self.due:
             return None
-        self.due = now + _TERMINAL_SECONDS if self._terminal else self._began + self._next_in_log(now - self._began)
+        elapsed = now - self._began
+        next_in_log = self._began + next((due for due in _LOG_SECONDS if due > elapsed), elapsed * 1.5)
+        self.due = now + _TERMINAL_SECONDS if self._terminal else next_in_log
         pages = {rank: read_status(self._folder, rank) for rank in self._ranks}
         known = {rank: page for rank, page in pages.items() if page is not None}
         if not known and has_output:
             return None
-        return line_of(self._ranks, num_started, known, now - self._began)
-
-    def _next_in_log(self, seconds: float) -> float:
-        return next((due for due in _LOG_SECONDS if due > seconds), seconds * 1.5)
+        return line_of(self._ranks, num_started, known, elapsed)
 
 
 def line_of(ranks: Sequence[int], num_started: int, known: Mapping[int, RankStatus], elapsed: float) -> str:

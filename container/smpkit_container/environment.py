@@ -121,7 +121,11 @@ class Environment:
             problems.append(Problem(("hyperparameters", MP_PARAMETERS), "must be a JSON object"))
         if problems:
             raise ConfigError(problems, subject=f"job files in {folders.config}")
-        own = {name: value for name, value in values.items() if _is_of_the_platform(name)}
+        own = {
+            name: value
+            for name, value in values.items()
+            if name.startswith(_FRAMEWORK_PREFIX) or name == _TUNING_METRIC
+        }
         from_variables = {
             name: environ[variable] for name, variable in _FROM_VARIABLES.items() if environ.get(variable)
         }
@@ -237,10 +241,6 @@ def _decoded(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value
-
-
-def _is_of_the_platform(name: str) -> bool:
-    return name.startswith(_FRAMEWORK_PREFIX) or name == _TUNING_METRIC
 
 
 def _unpassable(values: Mapping[str, Any]) -> list[Problem]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from smpkit.config.words import duration, plain
@@ -248,18 +249,9 @@ def _whereabouts(doing: RankStatus) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Name ranks: `rank 3`, `ranks 0, 1, 3`, and for many, `ranks 0–6, 8`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = []
-    for first, last in spans:
-        if first == last:
-            words.append(str(first))
-        else:
-            words.append(f"{first}, {last}" if last == first + 1 else f"{first}–{last}")
+    runs = groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0])  # which neighbours have in common
+    spans = [[rank for _, rank in run] for _, run in runs]
+    words = [f"{span[0]}–{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(words)}"
 
 

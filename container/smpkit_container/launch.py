@@ -119,7 +119,10 @@ class _Launch:
 
             def environ_of(rank: int, theirs: Mapping[str, str]) -> Mapping[str, str]:
                 if starter is None:
-                    return {**self._environ, **variables, **self._torchrun_variables(rank)}
+                    own = {**self._environ, **variables}
+                    if self.topology.launcher == "shell":
+                        return own
+                    return own | torchrun_variables(self.topology, rank, digest(self._token, "agents"), self._environ)
                 # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!), and those of its options.
                 own = {**self._environ, **variables} if starter.serves else variables
                 return {**theirs, **own, **exported_values(self._mpi_options), **mpi_rank_variables(theirs)}
@@ -208,11 +211,6 @@ class _Launch:
         if notice:
             self._console.say(f"warning: {notice}")
         return variables
-
-    def _torchrun_variables(self, rank: int) -> dict[str, str]:
-        if self.topology.launcher == "shell":
-            return {}
-        return torchrun_variables(self.topology, rank, digest(self._token, "agents"), self._environ)
 
     def _mpirun(self, environ: Mapping[str, str]) -> Starter:
         command = mpirun_command(

@@ -77,7 +77,7 @@ def mpirun_command(
     # On one host its name need not resolve, and mpirun must not try to reach it by ssh.
     hosts = ["localhost"] if topology.single_host else topology.hosts
     slots = ",".join(f"{host}:{topology.processes_per_host}" for host in hosts)
-    root = ["--allow-run-as-root"] if _runs_as_root() else []
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     options = merged(_defaults(topology, exported), parse_custom_options(custom_options), environ or {})
     words = [word for option in options for word in option.words]
     return [mpirun, "--host", slots, "-np", str(topology.world_size), *root, *words, *program]
@@ -97,10 +97,6 @@ def find_mpirun(path: str | None = None, beside: Path | None = None) -> str:
         words = (answer.stdout or answer.stderr).strip().partition("\n")[0] or f"nothing, exit code {answer.returncode}"
         raise LaunchError(f"`{mpirun}` is not Open MPI: it says `{words}`", hint=_INSTALL_HINT)
     return mpirun
-
-
-def _runs_as_root() -> bool:
-    return hasattr(os, "geteuid") and os.geteuid() == 0
 
 
 def _defaults(topology: Topology, exported: Sequence[str]) -> list[Option]:
@@ -149,7 +145,7 @@ class Ssh:
         Also return the folder where the first host's launcher listens. It is made here, too, since mpirun gives all
         stand-ins the same environment.
         """
-        if _runs_as_root():
+        if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, parents=True, exist_ok=True)  # sshd runs in it until the login
         place = Path(_sent(peers, 0, "place"))
         place.mkdir(mode=0o700)

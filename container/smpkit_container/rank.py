@@ -106,7 +106,8 @@ def run_script(
             debug(error)
         _shorten(error)
         _report(report, error)
-        _call_own_hook(error)
+        with contextlib.suppress(Exception):  # the script's own hook may log, save or clean up
+            sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(_exit_code(error)) from None
 
 
@@ -123,12 +124,6 @@ def _silent(kind: type[BaseException], error: BaseException, trace: types.Traceb
     Stands where Python's own hook does, so that hooks installed on top of it (torch.distributed's, which prints with
     the rank before each line, or smpkit's, which tells the other ranks) find it when they call the one before them.
     """
-
-
-def _call_own_hook(error: BaseException) -> None:
-    """Call the `sys.excepthook` that the script installed, as Python would: it may log, save or clean up."""
-    with contextlib.suppress(Exception):
-        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _exit_code(error: BaseException) -> int:
@@ -235,9 +230,9 @@ def _install_debugger(environ: Mapping[str, str]) -> _AfterError | None:
     if not terminal:
         return None
     if environ.get("RANK", "0") != rank:
-        sys.breakpointhook = _pass
+        sys.breakpointhook = lambda *_, **__: None  # the other ranks have no terminal
         return None
-    screen = _open(terminal)
+    screen = open(terminal, encoding="utf-8"), open(terminal, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - they stay
     screen[1].write(f"\nbreakpoint() and errors of rank {rank} open the debugger here; the other ranks wait\n")
     screen[1].flush()
 
@@ -254,14 +249,6 @@ def _install_debugger(environ: Mapping[str, str]) -> _AfterError | None:
 
     sys.breakpointhook = stop
     return after_error
-
-
-def _pass(*_: object, **__: object) -> None:
-    """Stand for the debugger on the other ranks, which have no terminal."""
-
-
-def _open(terminal: str) -> tuple[TextIO, TextIO]:
-    return open(terminal, encoding="utf-8"), open(terminal, "w", encoding="utf-8")  # noqa: PTH123 - it stays
 
 
 def _debugger(screen: tuple[TextIO, TextIO], rank: str) -> Any:

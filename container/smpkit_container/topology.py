@@ -23,7 +23,6 @@ DEFAULT_PORT = 7777
 """The port at which the ranks of several hosts meet; the one that AWS's PyTorch images use."""
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-_LAUNCHER_SWITCHES = (MPI_ENABLED, TORCHRUN_ENABLED)
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,20 @@ def read_topology(environment: Environment) -> Topology:
     """Derive the topology; hosts keep the order given (the platform sorts them as text: algo-1, algo-10, algo-2)."""
     resources = environment.resources
     launcher: Launcher = "shell" if environment.script.endswith(".sh") else "torchrun"
+    port, ranks = None, 1
     if launcher == "shell":
         _refuse_launchers(environment)
-    elif _is_on(environment, MPI_ENABLED):
-        launcher = "mpirun"
+    else:
+        if _is_on(environment, MPI_ENABLED):
+            launcher = "mpirun"
+        ranks = _processes_per_host(environment, launcher)
+        port = _whole_number(environment.mp_parameters.get("ddp_port"), (MP_PARAMETERS, "ddp_port"), 0, 65535)
     return Topology(
         hosts=resources.hosts,
         node_rank=resources.hosts.index(resources.current_host),
-        processes_per_host=1 if launcher == "shell" else _processes_per_host(environment, launcher),
+        processes_per_host=ranks,
         launcher=launcher,
-        port=(None if launcher == "shell" else _port(environment.mp_parameters)) or resources.port,
+        port=port or resources.port,
         interface=resources.interface,
         address=resources.address,
     )
@@ -92,7 +95,7 @@ def _is_on(environment: Environment, name: str) -> bool:
 
 def _refuse_launchers(environment: Environment) -> None:
     """Raise if a launcher is asked for beside a shell script: it starts Python."""
-    asked = [name for name in _LAUNCHER_SWITCHES if _is_on(environment, name)]
+    asked = [name for name in (MPI_ENABLED, TORCHRUN_ENABLED) if _is_on(environment, name)]
     if environment.mp_parameters:
         asked.append(MP_PARAMETERS)
     if asked:
@@ -115,10 +118,6 @@ def _degree_product(parameters: Mapping[str, Any]) -> int:
     }
     numbers = (_whole_number(value, (MP_PARAMETERS, name), 1, 4096) for name, value in degrees.items())
     return math.prod(number or 1 for number in numbers)
-
-
-def _port(parameters: Mapping[str, Any]) -> int | None:
-    return _whole_number(parameters.get("ddp_port"), (MP_PARAMETERS, "ddp_port"), 0, 65535) or None
 
 
 def _whole_number(value: Any, path: tuple[str, ...], lowest: int, highest: int) -> int | None:

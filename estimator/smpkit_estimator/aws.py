@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
-from typing import Any, BinaryIO, NamedTuple
+from functools import cache, cached_property
+from typing import Any, BinaryIO
 
 from boto3 import Session as Session  # noqa: PLC0414 - the seam hands it on
 from botocore.config import Config
@@ -34,8 +34,8 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
-from smpkit_estimator.backend import Clock, Finding
-from smpkit_estimator.sources import SMALLER, Packed, Sources, gib, pack
+from smpkit_estimator.backend import Finding
+from smpkit_estimator.sources import SMALLER, Packed, gib, pack
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
 """What boto3 raises."""
@@ -44,13 +44,6 @@ _MAX_OBJECT_BYTES = 5 * 2**30
 """What S3 takes in one call."""
 _RETRIES = {"mode": "standard", "total_max_attempts": 8}
 """botocore's own: throttling, errors of the service and of the network, with pauses of up to 20 s."""
-
-
-class Identity(NamedTuple):
-    """Who calls."""
-
-    account: str
-    arn: str
 
 
 def open_session(profile: str | None = None, region: str | None = None) -> Session:
@@ -77,11 +70,9 @@ class Cloud:
     Raises (all methods): CloudError, in plain words, with what to do. Throttling is waited out.
     """
 
-    def __init__(self, session: Session, clock: Clock | None = None) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self.clock = clock or Clock()
         self._clients: dict[tuple[str, bool], Any] = {}
-        self._identity: Identity | None = None
 
     @property
     def region(self) -> str:
@@ -91,15 +82,13 @@ class Cloud:
             raise CloudError("no AWS region is set", hint=hint)
         return region
 
-    def identity(self) -> Identity:
-        """Ask who calls; once."""
-        if self._identity is None:
-            answer = self.ask("sts", "get_caller_identity", "cannot tell whose AWS credentials these are")
-            self._identity = Identity(answer["Account"], answer["Arn"])
-        return self._identity
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """The `Account` and `Arn` of whoever calls, asked once."""
+        return self.ask("sts", "get_caller_identity", "cannot tell whose AWS credentials these are")
 
     def credentials(self) -> Finding:
-        return Finding("credentials", "ok", f"credentials: {self.identity().arn}, {self.region}")
+        return Finding("credentials", "ok", f"credentials: {self.identity['Arn']}, {self.region}")
 
     def role_arn(self, role: str) -> str:
         """Return the ARN of a role that is named by ARN or by name; a name is looked up."""
@@ -182,18 +171,12 @@ class Cloud:
         options = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
         self.ask("s3", "put_object", f"cannot upload to {uri}", Bucket=bucket, Key=key, Body=content, **options)
 
-    def upload_sources(
-        self, sources: Sources | None, packed: Packed | None, uri: str, kms_key: str | None = None
-    ) -> None:
-        """Pack and upload the sources of a job, unless they are in S3 or the same ones are there already.
-
-        Args:
-            packed: what they were as the job was planned; sources that have changed since are refused.
-        """
-        if sources is None or self.object_exists(uri):
+    def upload_sources(self, packed: Packed, uri: str, kms_key: str | None = None) -> None:
+        """Upload the sources of a job, unless the same ones are there; refuse those that have changed since."""
+        if self.object_exists(uri):
             return
         with tempfile.TemporaryFile(prefix="smpkit-") as file:
-            if pack(sources, file) != packed:
+            if pack(packed.sources, file) != packed:
                 message = "changed while the job was submitted"
                 raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
             size = file.tell()

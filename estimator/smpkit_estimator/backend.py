@@ -25,7 +25,7 @@ from smpkit_estimator.status import JobStatus
 
 OWN: Mapping[str, str] = {
     "sagemaker": "smpkit_estimator.sagemaker:open_sagemaker",
-    "slurm": "smpkit_estimator.slurm.backend:open_slurm",
+    "slurm": "smpkit_estimator.slurm.backend:SlurmCluster",
     "kubernetes": "smpkit_estimator.kubernetes.backend:KubernetesCluster",
     "batch": "smpkit_estimator.batch:open_batch",
 }
@@ -235,7 +235,7 @@ def preparing() -> Iterator[None]:
 
 def in_doubt(error: SmpkitError, name: str) -> UnreachableError:
     """Return the error of a job that may have been started, though nobody said so."""
-    hint = f"`smpkit status {name}` tells whether it was; look before you start another"
+    hint = f"`smpkit status {name}` tells whether it was, `smpkit stop {name}` stops it; look before you start another"
     return UnreachableError(f"{error.message}; it may have been started all the same", hint=hint)
 
 

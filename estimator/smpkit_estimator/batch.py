@@ -26,6 +26,7 @@ from smpkit_estimator import scheduled
 from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
 from smpkit_estimator.backend import (
     Access,
+    Clock,
     Finding,
     LogLine,
     Plan,
@@ -40,7 +41,7 @@ from smpkit_estimator.backend import (
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
-from smpkit_estimator.sources import Packed, Sources, job_sources, pack, packing_notes
+from smpkit_estimator.sources import Packed, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, failure_of
 
 _PLACE = "smpkit_place"
@@ -74,9 +75,8 @@ class _Sent:
     files: Mapping[str, bytes] = field(repr=False)
     """What goes below the place."""
     archive: str
-    sources: Sources | None
-    """What is packed into the archive; None if it is in S3 already."""
     packed: Packed | None
+    """None if the archive is in S3 already."""
     definition: Object
     submission: Object
 
@@ -86,7 +86,7 @@ class AwsBatch:
 
     def __init__(self, session: Session) -> None:
         self.cloud = Cloud(session)
-        self.clock = self.cloud.clock
+        self.clock = Clock()
         self.pace = 5.0
 
     @property
@@ -104,9 +104,9 @@ class AwsBatch:
         if sources is not None:
             packed = pack(sources)
             archive = f"{_staging_of(job)}/sources/{packed.digest}/sourcedir.tar.gz"
-            notes += packing_notes(sources, packed)
+            notes += packing_notes(packed)
         region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return _plan(job, chosen, region, archive, sources, packed, notes)
+        return _plan(job, chosen, region, archive, packed, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: _Sent = plan.payload
@@ -114,7 +114,11 @@ class AwsBatch:
         if self._find(plan.name, [queue]) is not None:
             raise UsageError(f"there is a job `{plan.name}` already", hint="`--name` gives another name")
         with preparing():
-            self._upload(sent)
+            key = sent.job.encryption.output_key
+            if sent.packed is not None:
+                self.cloud.upload_sources(sent.packed, sent.archive, key)
+            for file, content in sent.files.items():
+                self.cloud.upload(io.BytesIO(content), f"{sent.place}/{file}", key)
         try:
             answer = self._start(plan.name, queue, sent, began)
         except UnreachableError:
@@ -140,12 +144,6 @@ class AwsBatch:
             # A job keeps what its definition said. One that may not be removed harms nobody: names are those of jobs.
             with contextlib.suppress(CloudError):
                 self.cloud.ask("batch", "deregister_job_definition", "cannot remove it", jobDefinition=defined)
-
-    def _upload(self, sent: _Sent) -> None:
-        key = sent.job.encryption.output_key
-        self.cloud.upload_sources(sent.sources, sent.packed, sent.archive, key)
-        for name, content in sent.files.items():
-            self.cloud.upload(io.BytesIO(content), f"{sent.place}/{name}", key)
 
     def describe(self, name: str) -> JobStatus:
         job = self._job(name)
@@ -182,7 +180,7 @@ class AwsBatch:
         job = scheduled.job_again(kept["job"], changes)
         chosen = new_name or unique_name(base_name(name), self.clock.now())
         refuse(_not_for_batch(job, chosen), "AWS Batch")
-        return _plan(job, chosen, self.cloud.region, kept["sources"], None, None, list(_notes(job)))
+        return _plan(job, chosen, self.cloud.region, kept["sources"], None, list(_notes(job)))
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
         reached = tried("credentials", self.cloud.credentials, needed=job is not None)
@@ -277,15 +275,7 @@ class _Hosts:
 # ---- from a job file to what is sent ---------------------------------------------------------------------------------
 
 
-def _plan(
-    job: JobConfig,
-    name: str,
-    region: str,
-    archive: str,
-    sources: Sources | None,
-    packed: Packed | None,
-    notes: Sequence[str],
-) -> Plan:
+def _plan(job: JobConfig, name: str, region: str, archive: str, packed: Packed | None, notes: Sequence[str]) -> Plan:
     place = f"{_staging_of(job)}/jobs/{name}-{secrets.token_hex(4)}"  # a new one each time: names may be used again
     requests = {"RegisterJobDefinition": _definition(job, name, region, place), "SubmitJob": _submission(job, name)}
     for operation, body in requests.items():
@@ -316,7 +306,7 @@ def _plan(
         name=name,
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
-        payload=_Sent(job, place, {**encoded, **hidden}, archive, sources, packed, *requests.values()),
+        payload=_Sent(job, place, {**encoded, **hidden}, archive, packed, *requests.values()),
         max_seconds=scheduled.limit_of(job),
         notes=tuple(notes),
     )

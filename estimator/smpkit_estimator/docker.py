@@ -63,55 +63,13 @@ def docker(*arguments: str, seconds: float = _COMMAND_SECONDS, why: str = "") ->
     return done.stdout.strip()
 
 
-def run_in_docker(
-    plan: LocalPlan,
-    image: str,
-    folder: Path,
-    arguments: Sequence[str] = (),
-    *,
-    show: Show,
-    gpus: bool = False,
-    interrupt_after: float | None = None,
-    events: bool = False,
-) -> LocalRun:
-    """Run the job and wait for it. Must be called in the main thread, because it handles SIGINT, SIGTERM and SIGHUP.
-
-    The first of these asks the ranks to end as SageMaker does (SIGTERM, 120 s later SIGKILL), a second one kills them.
+class Containers:
+    """The containers of a run, one for each host, on a network of their own.
 
     Args:
         folder: that of the run, which exists; for results where the job file names no place.
         show: is given the output, line by line, from several threads but one at a time.
-        interrupt_after: seconds after the first line of the script until the containers are stopped as if spot
-            instances were taken away; new ones then go on with nothing but the checkpoints.
     """
-    check()
-    run = Containers(plan, image, folder.absolute(), arguments, show, gpus=gpus, events=events)
-    began, rehearsed = time.monotonic(), False
-    try:
-        docker("network", "create", run.name)
-        with _signals() as received:
-            codes = run.play(received, interrupt_after)
-            if run.interrupted and not received:
-                rehearsed = True
-                run.remove()
-                codes = run.play(received, None)
-        bad = next((code for code in codes.values() if code), 0)
-        failures = [run.hosts[host] / "output" / "failure" for host, code in codes.items() if code]
-        failure = next((path.read_text(errors="replace") for path in failures if path.is_file()), None)
-        if bad == _DOCKER_FAILED and failure is None:
-            raise LaunchError("a container could not be started; Docker's own words are above")
-    finally:
-        run.remove()
-        _quietly("network", "rm", run.name)
-        run.own()
-        shutil.rmtree(folder / "hosts", ignore_errors=True)
-    model, output, checkpoints = map(_filled, run.places.values())
-    seconds = time.monotonic() - began
-    return LocalRun(bad, seconds, failure, model, output, checkpoints, bool(received), rehearsed)
-
-
-class Containers:
-    """The containers of a run, one for each host, on a network of their own."""
 
     def __init__(
         self,
@@ -119,13 +77,14 @@ class Containers:
         image: str,
         folder: Path,
         arguments: Sequence[str] = (),
-        show: Show = print,
         *,
+        show: Show = print,
         gpus: bool = False,
         events: bool = False,
     ) -> None:
+        folder = folder.absolute()
         self.name = f"smpkit-{plan.job.name[:30].lower()}-{secrets.token_hex(4)}"
-        self.interrupted = False
+        self._interrupted = False
         self._plan, self._image, self._folder, self._show, self._gpus = plan, image, folder, show, gpus
         self._script = ["--", *arguments] if arguments else []
         self._variables = {
@@ -142,13 +101,46 @@ class Containers:
         self._lock = threading.Lock()
         self._spoke_at: float | None = None
 
-    def play(self, received: Sequence[int], interrupt_after: float | None) -> dict[str, int]:
+    def run(self, interrupt_after: float | None = None) -> LocalRun:
+        """Run the job and wait for it. Must be called in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
+
+        The first of these asks the ranks to end as SageMaker does (SIGTERM, 120 s later SIGKILL), a second one kills
+        them.
+
+        Args:
+            interrupt_after: seconds after the first line of the script until the containers are stopped as if spot
+                instances were taken away; new ones then go on with nothing but the checkpoints.
+        """
+        began, rehearsed = time.monotonic(), False
+        try:
+            docker("network", "create", self.name)
+            with _signals() as received:
+                codes = self._play(received, interrupt_after)
+                if self._interrupted and not received:
+                    rehearsed = True
+                    self._remove()
+                    codes = self._play(received, None)
+            bad = next((code for code in codes.values() if code), 0)
+            failures = [self.hosts[host] / "output" / "failure" for host, code in codes.items() if code]
+            failure = next((path.read_text(errors="replace") for path in failures if path.is_file()), None)
+            if bad == _DOCKER_FAILED and failure is None:
+                raise LaunchError("a container could not be started; Docker's own words are above")
+        finally:
+            self._remove()
+            _quietly("network", "rm", self.name)
+            self._own()
+            shutil.rmtree(self._folder / "hosts", ignore_errors=True)
+        model, output, checkpoints = map(_filled, self.places.values())
+        seconds = time.monotonic() - began
+        return LocalRun(bad, seconds, failure, model, output, checkpoints, bool(received), rehearsed)
+
+    def _play(self, received: Sequence[int], interrupt_after: float | None) -> dict[str, int]:
         """Start a container for each host and wait for all; return their exit codes by host.
 
         Args:
             received: the signals that came, which grow while this waits.
         """
-        self._spoke_at, self.interrupted = None, False
+        self._spoke_at, self._interrupted = None, False
         self.lay_out()
         # In sessions of their own, so that Ctrl-C reaches them only through us, as a stop with a grace period.
         processes = {
@@ -241,7 +233,7 @@ class Containers:
             if signal_name != "KILL" and (len(received) > 1 or now >= deadline):
                 signal_name, again, deadline = "KILL", now, float("inf")
             elif not signal_name and (received or rehearses):
-                self.interrupted = not received
+                self._interrupted = not received
                 signal_name, again, deadline = "TERM", now, now + _STOP_SECONDS
             elif deadline == float("inf") and not signal_name and any(process.poll() for process in processes):
                 deadline = now + _FOLLOW_SECONDS
@@ -258,11 +250,11 @@ class Containers:
             subprocess.Popen([*words, f"{self.name}-{host}"], stdout=nothing, stderr=nothing) for host in self.hosts
         ]
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         """Take away the containers, and all that a host loses with its machine: everything but the results."""
         _quietly("rm", "--force", *(f"{self.name}-{host}" for host in self.hosts))
 
-    def own(self) -> None:
+    def _own(self) -> None:
         """Give what the containers wrote as root to the user who started them."""
         if os.getuid() == 0:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,6 @@ class Estimator:
         known = {"entry_point": entry_point, "source_dir": source_dir, **arguments}
         self.config: JobConfig = job_from_arguments(known, distribution, mpi_options)
         self._session = session or getattr(sagemaker_session, "boto_session", None)
-        self._opened: SageMaker | None = None
         self._job: Job | None = None
 
     def __repr__(self) -> str:
@@ -157,11 +157,9 @@ class Estimator:
             raise
         job.check()
 
-    @property
+    @cached_property
     def _backend(self) -> SageMaker:
-        if self._opened is None:
-            self._opened = SageMaker(self._session or open_session())
-        return self._opened
+        return SageMaker(self._session or open_session())
 
     @property
     def latest_training_job(self) -> Job:

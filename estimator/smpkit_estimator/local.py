@@ -94,7 +94,7 @@ def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int |
     inputs = dict(local_inputs(job, folder, problems))
     dependencies = tuple(_local_dependencies(job, folder, problems))
     secrets = dict(local_secrets(job, problems))
-    ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
+    ranks = _num_ranks(job, num_gpus, hosts)
     problems += [problem.below("distribution") for problem in job.distribution.world_problems(ranks)]
     if ranks > _MAX_LOCAL_RANKS * (hosts or 1):
         message = f"makes {ranks:,} ranks on one machine, which takes at most {_MAX_LOCAL_RANKS:,}"
@@ -120,23 +120,16 @@ def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int |
 # ---- planning ------------------------------------------------------------------------------------------------------
 
 
-def _num_ranks(job: JobConfig, num_gpus: int) -> int:
+def _num_ranks(job: JobConfig, num_gpus: int, hosts: int | None) -> int:
+    """Return the ranks on all hosts together; without `hosts`, on one that stands for all of the job's."""
+    count = hosts or 1
     if job.is_shell_script:
-        return 1
-    if job.distribution.processes_per_host is None:
-        return num_gpus or _needed_ranks(job)
-    return job.num_processes(job.distribution.processes_per_host)
-
-
-def _ranks_per_host(job: JobConfig, num_gpus: int, hosts: int) -> int:
-    if job.is_shell_script:
-        return 1
-    return job.distribution.processes_per_host or num_gpus or math.ceil(_needed_ranks(job) / hosts)
-
-
-def _needed_ranks(job: JobConfig) -> int:
+        return count
+    if job.distribution.processes_per_host is not None:
+        return (hosts or job.compute.instance_count) * job.distribution.processes_per_host
     parameters = job.distribution.model_parallel
-    return parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
+    needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
+    return count * (num_gpus or math.ceil(needed / count))
 
 
 def _is_remote(location: str) -> bool:

@@ -18,7 +18,7 @@ from smpkit_estimator.aws import request_shape
 from smpkit_estimator.fields import channel_of, request_of
 from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.sources import Packed, Sources
+from smpkit_estimator.sources import Packed
 
 RESUMED_FROM = "smpkit:resumed-from"
 """Tag of a job that goes on from another: its name."""
@@ -34,9 +34,8 @@ class TrainingPlan:
     """Exactly what is sent as `CreateTrainingJob`."""
     source: str | None = None
     """S3 URI of the packed sources; None if another job has brought them."""
-    sources: Sources | None = None
-    """What is packed; None if the sources are in S3 already."""
     packed: Packed | None = None
+    """None if the sources are in S3 already."""
     kms_key: str | None = None
     token: str | None = None
     """Where the token goes that the hosts of this job share; None for one host."""

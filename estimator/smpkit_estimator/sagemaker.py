@@ -37,6 +37,7 @@ from smpkit_estimator.backend import (
     Query,
     base_name,
     check_name,
+    in_doubt,
     preparing,
     refuse,
     run_below,
@@ -69,8 +70,8 @@ class SageMaker:
     """Jobs of one account and region."""
 
     def __init__(self, session: Session, clock: Clock | None = None) -> None:
-        self.cloud = Cloud(session, clock)
-        self.clock = self.cloud.clock
+        self.cloud = Cloud(session)
+        self.clock = clock or Clock()
         self.pace = 5.0
 
     @property
@@ -106,9 +107,9 @@ class SageMaker:
         token = f"{code}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}" if job.compute.instance_count > 1 else None
         body = build_request(job, name=name, region=region, role=role, output=output, source=source, token=token)
         refuse(over_limits(body), "SageMaker")
-        notes = [*packing_notes(sources, packed)] if sources is not None and packed is not None else []
+        notes = [*packing_notes(packed)] if packed is not None else []
         key = job.encryption.output_key
-        return _plan(TrainingPlan(body, source, sources, packed, key, token), (*notes, *unknown.notes))
+        return _plan(TrainingPlan(body, source, packed, key, token), (*notes, *unknown.notes))
 
     def _whereabouts(self, job: JobConfig, unknown: StandIns) -> tuple[str, str, str]:
         """Return region, ARN of the role, and output."""
@@ -119,14 +120,15 @@ class SageMaker:
         by_name = not role.startswith("arn:")
         account = ""
         if job.output is None or (by_name and unknown.dry):
-            account = unknown.get(lambda: self.cloud.identity().account, _ACCOUNT, "the account")
+            account = unknown.get(lambda: self.cloud.identity["Account"], _ACCOUNT, "the account")
         role = f"arn:aws:iam::{_ACCOUNT}:role/{role}" if by_name and account == _ACCOUNT else role
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: TrainingPlan = plan.payload
         with preparing():
-            self.cloud.upload_sources(sent.sources, sent.packed, str(sent.source), sent.kms_key)
+            if sent.packed is not None:
+                self.cloud.upload_sources(sent.packed, str(sent.source), sent.kms_key)
             if sent.token is not None:
                 # Drawn here and never kept: not in the plan that is shown, nor on this machine.
                 self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
@@ -160,9 +162,7 @@ class SageMaker:
         except CloudProblem as error:
             if _is_missing(error):
                 raise refusal from None
-            hint = f"`smpkit status {name}` tells whether it was, `smpkit stop {name}` stops it"
-            message = f"{refusal.message}; it may have been started all the same"
-            raise UnreachableError(message, hint=f"{hint}; look before you start another") from None
+            raise in_doubt(refusal, name) from None
         same = all((job.get(part) or {}) == (body.get(part) or {}) for part in ("HyperParameters", "Environment"))
         if not same or (began - job["CreationTime"]).total_seconds() > _MAX_SKEW_SECONDS:
             raise refusal
@@ -375,7 +375,7 @@ def _role(job: JobConfig, cloud: Cloud) -> Finding:
 
 
 def _output(job: JobConfig, cloud: Cloud, *, write: bool) -> Finding:
-    uri = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity().account}/"
+    uri = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity['Account']}/"
     if "://" not in uri:
         return Finding("output", "problem", f"output is a folder of this machine, `{uri}`", "set `output` to an S3 URI")
     bucket = split_uri(uri)[0]

@@ -86,9 +86,9 @@ class Sources:
 class Packed:
     """What was packed."""
 
+    sources: Sources = field(compare=False)
     digest: str
     """SHA-256 of the uncompressed archive, in hexadecimal: it does not depend on the version of zlib."""
-    num_files: int
     num_bytes: int
     """Size of the uncompressed archive."""
 
@@ -124,7 +124,8 @@ def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script
     return sources
 
 
-def packing_notes(sources: Sources, packed: Packed) -> Iterator[str]:
+def packing_notes(packed: Packed) -> Iterator[str]:
+    sources = packed.sources
     if sources.secrets:
         yield f"left out, as secrets are never packed: {_some(sources.secrets)}"
     if sources.specials:
@@ -132,7 +133,7 @@ def packing_notes(sources: Sources, packed: Packed) -> Iterator[str]:
     if sources.unread:
         yield f"not read, as only ignore files at the root count: {_some(sources.unread)}"
     if packed.num_bytes > _LARGE_BYTES:
-        size = f"{packed.num_bytes / 2**20:,.0f} MiB in {packed.num_files:,} files"
+        size = f"{packed.num_bytes / 2**20:,.0f} MiB in {len(sources.entries):,} files"
         yield f"the sources have {size}; name what the job does not need in .smpkitignore"
 
 
@@ -292,7 +293,7 @@ def pack(sources: Sources, target: BinaryIO | None = None) -> Packed:
         for entry in sources.entries:
             _add(tar, entry)
     stream.finish()
-    return Packed(stream.digest.hexdigest(), len(sources.entries), stream.num_bytes)
+    return Packed(sources, stream.digest.hexdigest(), stream.num_bytes)
 
 
 def _add(tar: tarfile.TarFile, entry: Entry) -> None:

@@ -45,7 +45,7 @@ from smpkit.units import things
 from smpkit_container.__main__ import main
 from smpkit_container.environment import count_gpus
 from smpkit_container.mpi import find_mpirun
-from smpkit_estimator.docker import check, run_in_docker
+from smpkit_estimator.docker import Containers, check
 from smpkit_estimator.image import Recipe, build_image
 from smpkit_estimator.local import LocalPlan, LocalRun, collected, lay_out, plan_local_run
 
@@ -185,8 +185,11 @@ def _run_in_docker(
     plan = plan_local_run(job.config, job.folder, num_gpus, hosts)
     check()
     image = job.config.image or build_image(recipe)
-    run = partial(run_in_docker, plan, image, arguments=arguments, show=_show_line, events=events)
-    train = partial(run, gpus=gpus, interrupt_after=interrupt_after)
+
+    def train(folder: Path) -> LocalRun:
+        containers = Containers(plan, image, folder, arguments, show=_show_line, gpus=gpus, events=events)
+        return containers.run(interrupt_after)
+
     where = f"in {things(hosts, 'container')} of {image}"
     folder, done = _recorded(job, plan, where, train)
     console = _console.current()

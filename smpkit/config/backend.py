@@ -95,21 +95,6 @@ class Slurm(Section):
         "mem": ("is called `memory` here", "rename it"),
     }
 
-    @property
-    def seconds(self) -> int | None:
-        """The time limit in seconds; None if there is none here."""
-        if self.time is None or self.time == "UNLIMITED":
-            return None
-        days, _, clock = self.time.rpartition("-")
-        parts = [int(part) for part in clock.split(":")]
-        if days:  # hours, minutes, seconds, as many as there are
-            hours, minutes, seconds = [*parts, 0, 0][:3]
-        elif len(parts) == 3:
-            hours, minutes, seconds = parts
-        else:  # minutes, or minutes and seconds
-            hours, (minutes, seconds) = 0, [*parts, 0][:2]
-        return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
-
     def broken_rules(self) -> Iterable[Problem]:
         """Refuse options that contradict each other."""
         if self.gres is not None and self.gpus_per_node is not None:

@@ -20,7 +20,8 @@ INSTANCE_GROUPS = (
 )
 """Why instance groups (a heterogeneous cluster) are refused, and what to do."""
 
-_BLOCK_PATH: KeyPath = ("smdistributed", "modelparallel")
+BLOCK_PATH: KeyPath = ("smdistributed", "modelparallel")
+"""Where a distribution holds the library's block; in its short form the block is the distribution."""
 
 
 class Switched(Section):
@@ -157,14 +158,14 @@ class Distribution(Section):
     }
 
     _parameters: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _parameters_path: KeyPath = PrivateAttr(default=(*_BLOCK_PATH, "parameters"))
+    _parameters_path: KeyPath = PrivateAttr(default=(*BLOCK_PATH, "parameters"))
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep_what_was_written(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         distribution = handler(data)
         if isinstance(data, Mapping):
-            path: KeyPath = ("parameters",) if _is_bare(data) else (*_BLOCK_PATH, "parameters")
+            path: KeyPath = ("parameters",) if _is_bare(data) else (*BLOCK_PATH, "parameters")
             value: Any = data
             for key in path:  # anywhere on the way a model may stand in place of a mapping
                 value = value.get(key) if isinstance(value, Mapping) else getattr(value, str(key), None)
@@ -184,7 +185,7 @@ class Distribution(Section):
     @classmethod
     def as_written(cls, problem: Problem, data: Any) -> Problem:
         """Leave out the part of the path that a bare block does not have."""
-        if _is_bare(data) and problem.path[:2] == _BLOCK_PATH:
+        if _is_bare(data) and problem.path[:2] == BLOCK_PATH:
             return Problem(problem.path[2:], problem.message, problem.hint)
         return problem
 
@@ -235,14 +236,9 @@ class Distribution(Section):
         """The parameters as written, for `mp_parameters`: Hugging Face looks for the very key `partitions`."""
         return dict(self._parameters)
 
-    @property
-    def parameters_path(self) -> KeyPath:
-        """Where the parameters stand in what was written."""
-        return self._parameters_path
-
     def notices(self) -> list[Problem]:
         """Say which settings have no effect; the paths start at the distribution."""
-        raw, path = self.parameters_as_written, self.parameters_path
+        raw, path = self.parameters_as_written, self._parameters_path
         if self.model_parallel is not None:
             notices = [problem.below(*path) for problem in self.model_parallel.notices(raw)]
         else:
@@ -257,7 +253,7 @@ class Distribution(Section):
         """Say which degrees do not fit into `world_size` ranks; the paths start at the distribution."""
         parameters, raw = self.model_parallel, self.parameters_as_written
         problems = [] if parameters is None else parameters.world_problems(world_size)
-        return [ModelParallelConfig.as_written(problem, raw).below(*self.parameters_path) for problem in problems]
+        return [ModelParallelConfig.as_written(problem, raw).below(*self._parameters_path) for problem in problems]
 
     @property
     def _launchers(self) -> dict[str, MpiOptions | TorchDistributedOptions]:

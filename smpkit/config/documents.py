@@ -147,11 +147,6 @@ def similar(path: Path) -> str | None:
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-def literal(text: str, name: str) -> Document:
-    """Return the text itself, for values that are always text."""
-    return Document(name, text)
-
-
 def parse(text: str, name: str, *, is_json: bool = False) -> Document:
     """Read one document: strict JSON, or YAML 1.2, where `1e-3` is a number and `no` is text."""
     value = strict_json(text, name, is_file=True) if is_json else None

@@ -459,10 +459,6 @@ class JobConfig(Section):
         own = {"SMPKIT_TRACK": ",".join(self.track)} if self.track else {}
         return {**own, **self.environment}
 
-    def num_processes(self, default_per_host: int) -> int:
-        """Number of ranks, with `default_per_host` of them on a host if the job does not say."""
-        return self.compute.instance_count * (self.distribution.processes_per_host or default_per_host)
-
     def notices(self) -> list[Problem]:
         """Say which settings have no effect, and which show a secret to others."""
         below = [problem.below("distribution") for problem in self.distribution.notices()]

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from smpkit.config.backend import BackendChoice
 from smpkit.config.confidential import HIDDEN, is_confidential, masked
-from smpkit.config.distribution import Distribution
-from smpkit.config.documents import Document, literal, parse, read_document, refuse, similar
+from smpkit.config.distribution import BLOCK_PATH, Distribution
+from smpkit.config.documents import Document, parse, read_document, refuse, similar
 from smpkit.config.job import Channel, Checkpoints, JobConfig, Secret
 from smpkit.config.modelparallel import HISTORIC, V2_KEYS, ModelParallelConfig
 from smpkit.config.schema import MODELS
@@ -68,10 +68,7 @@ class Loaded:
         """Yield each setting with its value, hidden if it is probably a secret, and its origin."""
         values = self.config.model_dump(mode="json")
         for path, origin in self.origins.items():
-            value: Any = values
-            for part in path:
-                value = value[part]
-            yield path, masked(str(path[-1]), value), origin
+            yield path, masked(str(path[-1]), _get(values, path)), origin
 
     def located(self, problem: Problem) -> Problem:
         """Add where the value of a problem, or one around or inside it, was written."""
@@ -325,9 +322,9 @@ class _Sources:
 
     def _set(self, path: KeyPath, text: str, source: str) -> None:
         # Variables are always text, so `1` needs no quotes inside quotes here.
-        read = literal if path[:1] == ("environment",) and len(path) == 2 else parse
+        is_text = path[:1] == ("environment",) and len(path) == 2
         try:
-            document = read(text, source)
+            document = Document(source, text) if is_text else parse(text, source)
             self._put(path, Document(source, document.value))
         except ConfigError as error:
             hide = is_confidential(path)
@@ -401,10 +398,6 @@ def _get(value: Any, path: KeyPath) -> Any:
     return value
 
 
-_BLOCK: KeyPath = ("smdistributed", "modelparallel")
-"""Where a distribution holds the library's block; in its short form the block is the distribution."""
-
-
 def _parameters_path(value: Mapping[str, Any], distribution: KeyPath | None) -> KeyPath:
     """Return where a file has its modelparallel parameters, or where they belong.
 
@@ -413,7 +406,7 @@ def _parameters_path(value: Mapping[str, Any], distribution: KeyPath | None) -> 
     """
     if distribution is None:
         return ()
-    full, short = (*distribution, *_BLOCK), distribution
+    full, short = (*distribution, *BLOCK_PATH), distribution
     for block in (full, short):
         if _get(value, (*block, "parameters")) is not None:
             return (*block, "parameters")
@@ -425,7 +418,7 @@ def _written(raw: Mapping[str, Any], leaf: KeyPath, distribution: KeyPath | None
     """Find where the user wrote an effective value; None if nowhere. Short forms and aliases have other paths."""
     candidates = [leaf]
     if distribution is not None:
-        full = (*distribution, *_BLOCK)
+        full = (*distribution, *BLOCK_PATH)
         candidates += [(*distribution, *leaf[len(full) :])] if leaf[: len(full)] == full else []
     if leaf[-1] == "pipeline_parallel_degree":
         candidates += [(*path[:-1], "partitions") for path in candidates]

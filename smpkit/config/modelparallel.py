@@ -49,11 +49,6 @@ V2_KEYS: Mapping[str, str] = {
 TENSORFLOW_DEFAULTS: Mapping[str, bool] = {"horovod": False, "contiguous": True}
 """Keys of the TensorFlow library; a spelled-out default of theirs changes nothing and is let pass."""
 
-# Keys that name how the library works inside; v1 left them out of the list it logged.
-_INTERNAL = frozenset(
-    {"load_partition", "partition_file", "checkpoint_attentions", "static_mode", "fast_mode", "herring"}
-)
-
 
 def _active_microbatches(data: Mapping[str, Any]) -> int:
     """Two more than the pipeline is deep, or what virtual stages need, clamped. A wrong value is missing here."""
@@ -309,8 +304,9 @@ class ModelParallelConfig(Section):
         return self.model_dump()
 
     def effective(self) -> dict[str, object]:
-        """The v1 keys and values to log as `Configuration parameters:`, that is without internal keys."""
-        return {key: value for key, value in self.values().items() if not key.startswith("_") and key not in _INTERNAL}
+        """The v1 keys and values to log as `Configuration parameters:`: like v1, without internal keys."""
+        internal = {"_match_weights", "checkpoint_attentions", *rules.INTERNAL}
+        return {key: value for key, value in self.values().items() if key not in internal}
 
     def given(self) -> dict[str, Any]:
         """The v1 keys that were set explicitly, with their effective values."""

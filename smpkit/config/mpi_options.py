@@ -17,21 +17,11 @@ _PATH = ("distribution", "mpi", "custom_mpi_options")
 _TWO_VALUES = frozenset({"mca", "gmca", "omca", "gomca", "prtemca", "gprtemca", "pmixmca", "gpmixmca"})
 """`--mca NAME VALUE` and its variants per part of Open MPI 5; one parameter each."""
 
+_HOSTS = ("host", "H", "hostfile", "machinefile", "default-hostfile", "add-host", "add-hostfile")
 _OURS: Mapping[str, str] = {
-    "np": "set `processes_per_host` instead",
-    "n": "set `processes_per_host` instead",
-    "c": "set `processes_per_host` instead",
-    "N": "set `processes_per_host` instead",
-    "npernode": "set `processes_per_host` instead",
-    "pernode": "set `processes_per_host` instead",
+    **dict.fromkeys(("np", "n", "c", "N", "npernode", "pernode"), "set `processes_per_host` instead"),
+    **dict.fromkeys(_HOSTS, "hosts come from the platform"),
     "app": "every rank runs the job's script",
-    "host": "hosts come from the platform",
-    "H": "hosts come from the platform",
-    "hostfile": "hosts come from the platform",
-    "machinefile": "hosts come from the platform",
-    "default-hostfile": "hosts come from the platform",
-    "add-host": "hosts come from the platform",
-    "add-hostfile": "hosts come from the platform",
 }
 
 
@@ -105,14 +95,10 @@ def _grouped(words: Sequence[str]) -> Iterator[Option]:
         else:
             while words[start].startswith("-") and position < len(words) and not words[position].startswith("-"):
                 position += 1
-        yield _aws_form(tuple(words[start:position]))
-
-
-def _aws_form(words: tuple[str, ...]) -> Option:
-    """Accept `--NCCL_DEBUG=INFO`, which AWS's toolkit understands as an exported variable."""
-    if len(words) == 1 and words[0].startswith("--NCCL_DEBUG="):
-        return Option(("-x", words[0].removeprefix("--")))
-    return Option(words)
+        option = tuple(words[start:position])
+        if len(option) == 1 and option[0].startswith("--NCCL_DEBUG="):  # an exported variable, as AWS's toolkit has it
+            option = ("-x", option[0].removeprefix("--"))
+        yield Option(option)
 
 
 def _problem(option: Option, earlier: Option | None) -> Problem | None:

@@ -89,10 +89,11 @@ _SHARDING = (
     *("sdp_reduce_bucket_size", "sdp_param_persistence_threshold", "sdp_max_live_parameters"),
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
 )
-_INTERNAL = (
+INTERNAL = (
     *("_fp32_grad_accumulation", "_shard_offloaded_activations", "load_partition", "partition_file"),
     *("static_mode", "fast_mode", "herring"),
 )
+"""Keys that name how v1 worked inside, and do nothing here."""
 _Notice = tuple[str, str, str]
 """A key, what is said of it, and the hint."""
 
@@ -158,7 +159,7 @@ def _other_notices(config: ModelParallelConfig, changed: frozenset[str]) -> Iter
     if config.checkpoint_attentions:  # not on a pipeline, where `_pipeline_notices` says so
         message, hint = "has no effect: whole layers are checkpointed", "use `smp.set_activation_checkpointing` instead"
         yield "checkpoint_attentions", message, hint
-    for key in changed & {*_INTERNAL}:
+    for key in changed & {*INTERNAL}:
         yield key, "has no effect: it belongs to the inside of the old library", "remove it"
 
 

@@ -40,13 +40,8 @@ def suggestion(name: str, candidates: Iterable[str]) -> str | None:
 
 def typed(value: object) -> str:
     """Show a value with its kind where that matters: `true (a bool)`, `4` (text), `a list`."""
-    if isinstance(value, bool):
-        return f"{quoted(value)} (a bool)"
-    if isinstance(value, str):
-        return f"{quoted(value)} (text)"
-    if isinstance(value, float):
-        return f"{quoted(value)} (a float)"
-    return quoted(value)
+    kinds = {bool: "a bool", str: "text", float: "a float"}
+    return next((f"{quoted(value)} ({kinds[each]})" for each in kinds if isinstance(value, each)), quoted(value))
 
 
 def quoted(value: object) -> str:

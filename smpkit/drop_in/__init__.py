@@ -14,16 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = [
-    "DROP_IN_PATH",
-    "STARTUP_PATH",
-    "asks_for_it",
-    "installed_one",
-    "sources",
-    "with_drop_in",
-    "with_startup",
-]
-
 DROP_IN_PATH: Final = Path(__file__).parent / "path"
 """The folder to put on the module search path; it holds a namespace package, so that another product's part of
 `smdistributed` (`smdistributed.dataparallel`) may lie elsewhere."""

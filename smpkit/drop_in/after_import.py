@@ -22,8 +22,6 @@ from typing import Any, Final
 
 from smpkit.drop_in.removed_names import is_torch_tpu_available, load_metric
 
-__all__ = ["install"]
-
 _STAND_INS: Final = Path(__file__).parent / "shims"
 
 

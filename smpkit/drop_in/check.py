@@ -22,8 +22,6 @@ from smpkit.config.words import suggestion
 from smpkit.drop_in import installed_one, sources, with_drop_in
 from smpkit.errors import UsageError
 
-__all__ = ["Finding", "check"]
-
 _V1: Final = "smdistributed.modelparallel"
 
 

@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from smpkit.errors import UnsupportedError
 
-__all__ = ["announce", "is_torch_tpu_available", "load_metric", "refusing"]
-
 
 def announce(package: str) -> None:
     """Log that a stand-in is imported. Its module does so: libraries only look whether a package is there."""

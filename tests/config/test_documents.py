@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.config.documents import as_yaml, excerpt, literal, parse, read_document
+from smpkit.config.documents import as_yaml, excerpt, parse, read_document
 from smpkit.errors import ConfigError, Problem
 
 
@@ -177,10 +177,6 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "no.yaml", "no such file"), (tmp_path, "is a directory"), (Path("a\0b"), "null")):
         with pytest.raises(ConfigError, match=f"cannot be read: .*{reason}"):
             read_document(path)
-
-
-def test_a_literal_is_taken_as_it_is() -> None:
-    assert literal("1: [", "--set x").value == "1: ["
 
 
 def test_long_lines_are_cut_around_the_column() -> None:

@@ -59,7 +59,7 @@ def test_a_job_file_becomes_a_job(folder: Path) -> None:
     job = load_job(folder / "job.yaml")
     assert isinstance(job, LoadedJob)
     assert job.config.hyperparameters == {"lr": 1e-3, "on": "yes"}
-    assert job.config.num_processes(1) == 16
+    assert (job.config.compute.instance_count, job.config.distribution.processes_per_host) == (2, 8)
     assert job.notices == ()
     assert job.folder == folder
 

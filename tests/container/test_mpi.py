@@ -25,7 +25,7 @@ DEFAULTS = [
 
 def test_mpirun_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """AWS's toolkit starts sshd on one host, runs every script through mpi4py, and sleeps for 30 s."""
-    monkeypatch.setattr(mpi, "_runs_as_root", lambda: True)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
     command = mpirun_command("mpirun", ONE_HOST, PROGRAM, exported=["PATH", "SM_HPS"])
     assert command == [
         "mpirun", "--host", "localhost:4", "-np", "4", "--allow-run-as-root",
@@ -35,7 +35,7 @@ def test_mpirun_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mpirun_on_several_hosts_counts_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """SDK v3 passes the ranks of one host as -np and starts only those."""
-    monkeypatch.setattr(mpi, "_runs_as_root", lambda: False)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert mpirun_command("mpirun", TWO_HOSTS, PROGRAM) == [
         "mpirun", "--host", "algo-1:8,algo-2:8", "-np", "16",
         *DEFAULTS, "--mca", "plm_rsh_no_tree_spawn", "1",

@@ -38,7 +38,7 @@ def on_forked_ranks(job: Path, small: Mapping[str, Any]) -> str:
     written = yaml.safe_load(job.read_text(encoding="utf-8"))
     given = json.dumps(written["distribution"]["smdistributed"]["modelparallel"]["parameters"])
     arguments = script_arguments({**config.hyperparameters, **small}, ())
-    ranks = config.num_processes(config.distribution.processes_per_host or 1)
+    ranks = config.compute.instance_count * (config.distribution.processes_per_host or 1)
     return str(run_ranks(_as_script, ranks, str(job.with_name(config.entry_point)), arguments, given)[0])
 
 

@@ -38,7 +38,7 @@ def make(aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEstim
 
     def make(**arguments: Any) -> Estimator:
         estimator = Estimator("train.py", session=SESSION, **{**ARGUMENTS, **arguments})
-        estimator._opened = aws.open()
+        estimator._backend = aws.open()
         return estimator
 
     return make

@@ -137,7 +137,7 @@ def test_ignore_files_are_gits(tmp_path: Path, files: dict[str, str], expected: 
 def test_ignore_files_below_the_root_are_named_and_not_read(tmp_path: Path) -> None:
     sources = collect(fill(tmp_path, **{".gitignore": "", "x/.gitignore": "a\n", "x/a": ""}))
     assert [entry.name for entry in sources.entries] == [".gitignore", "x/.gitignore", "x/a"]
-    (note,) = packing_notes(sources, pack(sources))
+    (note,) = packing_notes(pack(sources))
     assert note == "not read, as only ignore files at the root count: `x/.gitignore`"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import LaunchError, UsageError
-from smpkit_estimator.docker import Containers, run_in_docker
+from smpkit_estimator.docker import Containers
 from smpkit_estimator.image import Recipe, build_image, pack_wheel
 from smpkit_estimator.local import plan_local_run
 
@@ -84,7 +84,7 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "run").mkdir()
     plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
     with pytest.raises(LaunchError, match="no network"):
-        run_in_docker(plan, "image", tmp_path / "run", show=print)
+        Containers(plan, "image", tmp_path / "run").run()
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -109,7 +109,7 @@ esac
     plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
     before = signal.signal(signal.SIGHUP, lambda *_: None)  # or a run that forgot it would end pytest
     try:
-        done = run_in_docker(plan, "image", tmp_path / "run", show=print)
+        done = Containers(plan, "image", tmp_path / "run").run()
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (done.exit_code, done.stopped) == (0, True)
@@ -148,7 +148,7 @@ def test_a_run_takes_its_containers_and_its_network_away(tmp_path: Path, monkeyp
     (tmp_path / "train.py").touch()
     (tmp_path / "run").mkdir()
     plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
-    run_in_docker(plan, "image", tmp_path / "run", show=print)
+    Containers(plan, "image", tmp_path / "run").run()
     commands = asked.read_text().splitlines()
     [name] = [command.split()[-1] for command in commands if command.startswith("network create")]
     assert commands.index(f"rm --force {name}-algo-1") < commands.index(f"network rm {name}")

@@ -122,14 +122,14 @@ def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_p
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.py").touch()
     planned = make(dependencies=["lib"]).plan()
-    assert planned.sources is not None
-    assert [entry.name for entry in planned.sources.entries] == ["lib/a.py", "train.py"]
+    assert planned.packed is not None
+    assert [entry.name for entry in planned.packed.sources.entries] == ["lib/a.py", "train.py"]
 
 
 def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:
     planned = make(source_dir="s3://bucket/code/sourcedir.tar.gz").plan()
     assert json.loads(planned.body["HyperParameters"]["sagemaker_submit_directory"]) == planned.source
-    assert planned.sources is None
+    assert planned.packed is None
     with pytest.raises(ConfigError, match=r"must be a `\.tar\.gz`"):
         make(source_dir="s3://bucket/code").plan()
 

@@ -15,7 +15,6 @@ import yaml
 from click.testing import CliRunner
 
 from smpkit.cli.main import cli
-from smpkit.config.backend import Slurm
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, UnreachableError
 from smpkit_estimator.backend import Query
@@ -177,14 +176,6 @@ def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, m
     (folder / "sacct").unlink()
     assert [job.status for job in cluster.list(Query())] == ["Failed"]
     assert "--me" in (folder / "asked").read_text()  # the one command: none for each run
-
-
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("3-12", 302_400), ("1-0:30:05", 88_205), ("UNLIMITED", None)],
-)
-def test_slurms_times(time: str, seconds: int | None) -> None:
-    assert Slurm(time=time).seconds == seconds
 
 
 def sent(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[str]:

@@ -105,7 +105,7 @@ class KubernetesCluster:
         archive = None
         if sources is not None:
             file = io.BytesIO()
-            notes += packing_notes(sources, pack(sources, file))
+            notes += packing_notes(pack(sources, file))
             archive = file.getvalue()
         return _plan(job, chosen, api, namespace or "default", archive, hidden, notes)
 

@@ -172,7 +172,7 @@ def _end(pod: Object) -> Object | None:
 
 
 def _time(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone(timezone.utc) if text else None
+    return datetime.fromisoformat(text).astimezone(timezone.utc) if text else None
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
@@ -231,9 +231,7 @@ class PodLog:
             if stamp < last or (stamp == last and seen <= count):
                 continue
             stream.last = (stamp, stream.last[1] + 1 if stamp == stream.last[0] else 1)
-            stream.when = datetime.fromisoformat(stamp[:26] + stamp[29:].replace("Z", "+00:00")).astimezone(
-                timezone.utc
-            )
+            stream.when = datetime.fromisoformat(stamp).astimezone(timezone.utc)
             if self._since is None or stream.when >= self._since:
                 lines.append(LogLine(stream.when, stream.host, stamped[4]))
         return lines

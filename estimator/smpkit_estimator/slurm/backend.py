@@ -64,9 +64,9 @@ _SHORT_GRACE_SECONDS = 60
 
 
 class SlurmCluster:
-    """The cluster that Slurm's commands here speak to, and the runs of this user."""
+    """The cluster that Slurm's commands here speak to, and the runs of this user; it needs no `Access`."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: Access | None = None) -> None:
         self.clock = Clock()
         self.pace = 2.0
 
@@ -172,10 +172,6 @@ class SlurmCluster:
         return newest_in_folder(place, "a file system of the nodes")
 
 
-def open_slurm(access: Access) -> SlurmCluster:  # noqa: ARG001 - Slurm's commands know the way
-    return SlurmCluster()
-
-
 # ---- from a job file to a run ----------------------------------------------------------------------------------------
 
 
@@ -202,7 +198,7 @@ def _plan(
     runtime = _container_runtime(options, job.image, problems)
     refuse(problems, "Slurm")
     if sources is not None:
-        notes = [*notes, *packing_notes(sources, pack(sources))]
+        notes = [*notes, *packing_notes(pack(sources))]
     root = Path(options.folder) if options.folder else runs_folder()
     run = root / name
     inputs = {channel: Path(str(each.uri)) for channel, each in job.inputs.items()}

@@ -18,27 +18,19 @@ from smpkit_estimator.scheduled import status_with_phases
 from smpkit_estimator.slurm.folder import kept_job, read_json
 from smpkit_estimator.status import FINAL, JobFailure, JobStatus, Machines, Phase, failure_of
 
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _STATES: Mapping[str, tuple[str, str]] = {
-    "PENDING": ("InProgress", "Pending"),
+    **dict.fromkeys(_WAITING, ("InProgress", "Pending")),
     "CONFIGURING": ("InProgress", "Starting"),
-    "RUNNING": ("InProgress", "Training"),
-    "SUSPENDED": ("InProgress", "Suspended"),
-    "STOPPED": ("InProgress", "Suspended"),
-    "SIGNALING": ("InProgress", "Training"),
+    **dict.fromkeys(("RUNNING", "SIGNALING", "RESIZING"), ("InProgress", "Training")),
+    **dict.fromkeys(("SUSPENDED", "STOPPED"), ("InProgress", "Suspended")),
     "STAGE_OUT": ("InProgress", "Uploading"),
     "COMPLETING": ("InProgress", "Completing"),
-    "REQUEUED": ("InProgress", "Pending"),
-    "REQUEUE_FED": ("InProgress", "Pending"),
-    "REQUEUE_HOLD": ("InProgress", "Pending"),
-    "RESIZING": ("InProgress", "Training"),
-    "RESV_DEL_HOLD": ("InProgress", "Pending"),
-    "SPECIAL_EXIT": ("InProgress", "Pending"),
     "COMPLETED": ("Completed", "Completed"),
-    "CANCELLED": ("Stopped", "Stopped"),
+    **dict.fromkeys(("CANCELLED", "REVOKED"), ("Stopped", "Stopped")),
     "TIMEOUT": ("Stopped", "MaxRuntimeExceeded"),
     "DEADLINE": ("Stopped", "MaxWaitTimeExceeded"),
     "PREEMPTED": ("Stopped", "Interrupted"),
-    "REVOKED": ("Stopped", "Stopped"),
 }
 """Status and phase by Slurm's state; all others (`FAILED`, `NODE_FAIL`, `OUT_OF_MEMORY`, ...) have failed."""
 
