@@ -346,10 +346,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.drop_foreign_states()
 
     def _load(self, values: dict[str, Any]) -> None:
-        if self.masters is not None:
-            self.masters.load_state_dict(values)
-        else:
-            self.optimizer.load_state_dict(values)
+        inside: Any = self.optimizer if self.masters is None else self.masters
+        inside.load_state_dict(values)
 
     def drop_foreign_states(self) -> None:
         """Drop states of parameters that other ranks hold or own, and move the others to their parameters' devices."""

@@ -120,7 +120,7 @@ def work_together(
     except Exception as error:  # of any kind: this rank must reach the agreement below, or the others wait for it
         cause = error
     last = math.inf
-    end: tuple[str | None, Any] | None = (None if cause is None else _message(cause), result)
+    end: tuple[str | None, Any] | None = (None if cause is None else message_of(cause), result)
     while (answer := agree(end, settle, group)) is None:
         pass
     failed, decision = answer
@@ -130,5 +130,6 @@ def work_together(
     return result, decision  # type: ignore[return-value]
 
 
-def _message(error: Exception) -> str:
+def message_of(error: Exception) -> str:
+    """Return what the other ranks are told of an error."""
     return error.message if isinstance(error, SmpkitError) else f"{type(error).__name__}: {error}"

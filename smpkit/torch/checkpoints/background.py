@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from smpkit.errors import CheckpointError, DeadlineError, SmpkitError
-from smpkit.torch.checkpoints.agreement import agree
+from smpkit.errors import CheckpointError, DeadlineError
+from smpkit.torch.checkpoints.agreement import agree, message_of
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 
@@ -103,7 +103,7 @@ def finish_previous_save() -> None:
 def agree_after_previous_save(value: _T, decide: Callable[[list[_T]], _Answer]) -> _Answer:
     """Do `finish_previous_save`, and agree on something else at the same time; see `agree`."""
     error = end_previous_save()
-    own_reason = None if error is None else error.message if isinstance(error, SmpkitError) else repr(error)
+    own_reason = None if error is None else message_of(error)
 
     def settle(ranks: list[tuple[str | None, _T]]) -> tuple[str | None, _Answer]:
         reasons, values = zip(*ranks, strict=True)

@@ -7,6 +7,7 @@ of torch's distributed checkpoints.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -25,7 +26,7 @@ from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
 from smpkit.torch.precision.cast import SCALER_KEY, half_dtype
 from smpkit.torch.state_dict import PARTIAL_KEY
 from smpkit.torch.tensor_parallel.module import global_shape
-from smpkit.torch.tensor_parallel.registry import Translation
+from smpkit.torch.tensor_parallel.registry import Translation, tensor_of
 
 TensorFactory = Callable[[], torch.Tensor]
 """Makes a whole tensor when it is called."""
@@ -343,8 +344,4 @@ def translated(
 ) -> Iterator[tuple[str, TensorFactory]]:
     """Yield the names of a module's translated state, after `prefix`, each with what makes the whole tensor."""
     for name, value in translation(values, module):
-        yield prefix + name, value if callable(value) else _constant(value)
-
-
-def _constant(tensor: torch.Tensor) -> TensorFactory:
-    return lambda: tensor
+        yield prefix + name, functools.partial(tensor_of, value)

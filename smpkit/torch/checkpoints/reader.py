@@ -175,14 +175,14 @@ class CheckpointReader(Reader):
                 raise CheckpointError(damage)
             missing = [name for name in self.index.files if not (path / name).is_file()]
         self._missing = frozenset(missing)
-        self._weights_only, self._verify_checksums = weights_only, verify_checksums
+        self.weights_only, self._verify_checksums = weights_only, verify_checksums
         self._to_verify = set(self.index.files) if verify_checksums else set[str]()
         super().__init__(path, {name: self._describe(spec) for name, spec in self.index.tensors.items()})
         self.objects = self.index.objects.keys()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None and Path(checkpoint_id) != self.folder:
-            type(self).__init__(self, checkpoint_id, self._verify_checksums, weights_only=self._weights_only)
+            type(self).__init__(self, checkpoint_id, self._verify_checksums, weights_only=self.weights_only)
 
     def _describe(self, spec: Mapping[str, Any]) -> Stored:
         pieces: dict[tuple[int, ...], Piece] = {}
@@ -204,7 +204,7 @@ class CheckpointReader(Reader):
     def read_objects(self, names: Iterable[str]) -> dict[str, Any]:
         file_of = {name: min(self.index.objects[name], key=lambda file: file in self._missing) for name in names}
         self.check_files(set(file_of.values()))
-        read = functools.cache(lambda file: read_file(self.folder / file, "cpu", weights_only=self._weights_only))
+        read = functools.cache(lambda file: read_file(self.folder / file, "cpu", weights_only=self.weights_only))
         return {name: read(file)[name] for name, file in file_of.items()}
 
     def read(self, items: Iterable[ReadItem], place: Callable[[ReadItem, torch.Tensor], None]) -> None:

@@ -90,7 +90,7 @@ def resume_from_checkpoint(
             return _load_full(folder, name, model, strict, translate_function, weights_only, go_on)
         reader = CheckpointReader(folder / name, False, missing=missing, weights_only=weights_only)
         reader.go_on = go_on
-        content = _load_partial(reader, model, optimizer, strict, states, weights_only)
+        content = _load_partial(reader, model, optimizer, strict, states)
         if load_optimizer and optimizer is None and GROUPS in reader.objects:
             warn_user(
                 f"`{name}` has an optimizer's states, but none is wrapped yet, and one that is wrapped later starts"
@@ -294,12 +294,7 @@ def _warn(folder: Path, chosen: str, damaged: Mapping[str, str]) -> None:
 
 
 def _load_partial(
-    reader: CheckpointReader,
-    model: DistributedModel,
-    optimizer: WrappedOptimizer | None,
-    strict: bool,
-    states: bool,
-    weights_only: bool | None,
+    reader: CheckpointReader, model: DistributedModel, optimizer: WrappedOptimizer | None, strict: bool, states: bool
 ) -> Any:
     index = reader.index
     if optimizer is not None and index.precision != precision():
@@ -310,7 +305,7 @@ def _load_partial(
         )
     now = degrees()
     same = {kind for kind, degree in now.items() if index.degrees.get(kind) == degree}
-    content = _content_of(reader, weights_only, same_degrees=same == now.keys())
+    content = _content_of(reader, same_degrees=same == now.keys())
     load_model(model, reader, strict)
     if optimizer is not None and states:
         load_optimizer(optimizer, model, reader)
@@ -325,7 +320,7 @@ def _load_partial(
     return {} if content is None else content
 
 
-def _content_of(reader: CheckpointReader, weights_only: bool | None, *, same_degrees: bool) -> Any:
+def _content_of(reader: CheckpointReader, *, same_degrees: bool) -> Any:
     """Return this rank's own content, if there is one for these degrees, or that of rank 0; None if there is none."""
     names = [name for name in reader.index.files if name.startswith(USER_CONTENT)]
     own = [name for name in names if "of" in name]
@@ -337,7 +332,7 @@ def _content_of(reader: CheckpointReader, weights_only: bool | None, *, same_deg
         )
     wanted = [own_content_name()] if fits and own_content_name() in own else [name for name in names if name not in own]
     here = [reader.folder / name for name in wanted if (reader.folder / name).is_file()]
-    return read_file(here[0], "cpu", weights_only=weights_only) if here else None
+    return read_file(here[0], "cpu", weights_only=reader.weights_only) if here else None
 
 
 def _trained_in(precision: str) -> str:

@@ -48,12 +48,9 @@ _DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
 _METADATA: Final = "__metadata__"
 
 
-def is_storable(value: object) -> bool:
-    """Return whether a value is a tensor that the format has room for: dense, and of one of its dtypes."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    plain = value.detach()
-    return type(plain) is torch.Tensor and plain.layout is torch.strided and plain.dtype in _NAMES
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Return whether the format has room for a detached tensor: dense, of no subclass, and of one of its dtypes."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.dtype in _NAMES
 
 
 def header_of(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:

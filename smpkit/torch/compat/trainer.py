@@ -26,12 +26,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file
 
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
@@ -128,20 +129,11 @@ def load_weights(model: Any, folder: Path) -> bool:
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     weights: dict[str, torch.Tensor] = {}
     for file in files:
-        weights |= _weights_of(file)
+        weights |= load_file(file) if file.suffix == ".safetensors" else read_file(file, "cpu")
     if files:
         # Tied weights are saved once and loaded wherever they are used, so names are missing by intention.
         model.load_state_dict(weights, strict=False)
     return bool(files)
-
-
-def _weights_of(file: Path) -> Mapping[str, torch.Tensor]:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(file)
-    weights: Mapping[str, torch.Tensor] = read_file(file, "cpu")
-    return weights
 
 
 # --- the world, as accelerate sees it ---------------------------------------------------------------------------------

@@ -150,8 +150,7 @@ class DataParallel(StepParticipant):
         if not torch.is_grad_enabled():
             return
         self._begin_pass(training, self._end_pass)
-        if self.overlapping and self._reduces_now():
-            self._overlapped_reducer.overlap_next_backward()
+        self.before_last_backward()
 
     def _broadcast_all_buffers(self) -> None:
         """Copy the buffers of the first replica to the others; pieces only to the ranks that hold the same piece."""

@@ -75,13 +75,10 @@ class Groups:
         """Return a group of all ranks that carries CPU tensors: WORLD, unless a script made that for devices only."""
         world = dist.group.WORLD
         assert world is not None
-        return world if backends.carries_host_tensors(world) else self._over_gloo("objects")
+        return world if backends.carries_host_tensors(world) else self.over_gloo("objects")
 
-    def for_saves(self) -> dist.ProcessGroup:
-        """Return a group of all ranks, over gloo, for a thread that saves beside training; all ranks call this."""
-        return self._over_gloo("saves")
-
-    def _over_gloo(self, description: str) -> dist.ProcessGroup:
+    def over_gloo(self, description: str) -> dist.ProcessGroup:
+        """Return a group of all ranks over gloo for one purpose, such as `saves`; all ranks call this."""
         if description not in self._of_all:
             with self._network():
                 group = dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc=description)

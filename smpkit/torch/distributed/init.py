@@ -115,7 +115,7 @@ def shared_store(name: str) -> Store:
 def save_group() -> dist.ProcessGroup:
     """Return the group in which all ranks agree on a save beside training; all of them call this."""
     assert _world is not None, "smp.init() has been called"
-    return _world.groups.for_saves()
+    return _world.groups.over_gloo("saves")
 
 
 def shutdown() -> None:

@@ -213,6 +213,8 @@ def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[]
             does not have is left alone. `torch.nn.utils` has some without the underscore.
     """
     original = getattr(torch_clip_grad, name, None)
+    if getattr(original, "func", None) is replacement:  # already there
+        return lambda: None
     places = [(torch_clip_grad, name), (nn.utils, name.removeprefix("_"))]
     places = [(module, each) for module, each in places if getattr(module, each, None) is original is not None]
     for place in places:
@@ -263,6 +265,7 @@ def _clip_grads_with_norm(
     foreach: bool | None = None,
 ) -> None:
     known = _listed(parameters)
+    check_not_held(known, "clip_grad_norm_ would clip")
     optimizer = state.optimizer
     if optimizer is not None and any(optimizer.model_parameter(each) is not each for each in known):
         raise UsageError(
@@ -278,6 +281,7 @@ def _clip_grads_with_norm(
 
 def _group_gradients(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
     if not any(lists):  # only `clip_grad_value_` comes here without any gradient: it would clip nothing
+        check_not_held(None, "clip_grad_value_ would clip")
         state.refuse_inside_step("clip_grad_value_")
     known = _parameters_by_gradient()
     own = [known[id(each)] for each in lists[0] if id(each) in known]
@@ -306,35 +310,15 @@ _holders: Final[WeakSet[GradientHolder]] = WeakSet()
 def hold_gradients(holder: GradientHolder) -> None:
     """Refuse to clip gradients that `holder` holds, as long as it lives."""
     _holders.add(holder)
-    for name, check in (("_clip_grads_with_norm_", _check_norm), ("_group_tensors_by_device_and_dtype", _check_value)):
-        if getattr(getattr(torch_clip_grad, name, None), "func", None) is not check:
-            _replace_in_torch(name, check)
+    _replace_in_torch("_clip_grads_with_norm_", _clip_grads_with_norm)
+    _replace_in_torch("_group_tensors_by_device_and_dtype", _group_gradients)
 
 
-def check_not_held(parameters: Iterable[torch.Tensor], action: str) -> None:
-    """Raise UsageError, which begins with `action`, if an optimizer uses gradients of these parameters up."""
+def check_not_held(parameters: Iterable[torch.Tensor] | None, action: str) -> None:
+    """Raise UsageError, beginning with `action`, if an optimizer uses up gradients of these parameters; None: any."""
     held = {id(each) for holder in _holders for each in holder.holds_gradients_of()}
-    if held and any(id(each) in held for each in parameters):
-        raise _refusal(action)
-
-
-def _check_norm(
-    original: Callable[..., None], parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
-) -> None:
-    known = _listed(parameters)
-    check_not_held(known, "clip_grad_norm_ would clip")
-    original(known, *args, **kwargs)
-
-
-def _check_value(original: Callable[..., Any], lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-    # `clip_grad_value_` alone comes here without any gradient.
-    if not any(lists) and any(True for holder in _holders for _ in holder.holds_gradients_of()):
-        raise _refusal("clip_grad_value_ would clip")
-    return original(lists, *args, **kwargs)
-
-
-def _refusal(action: str) -> UsageError:
-    return UsageError(
-        f"{action} nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
-        hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',
-    )
+    if held and (parameters is None or any(id(each) in held for each in parameters)):
+        raise UsageError(
+            f"{action} nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
+            hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',
+        )

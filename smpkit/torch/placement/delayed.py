@@ -166,7 +166,9 @@ def _initialize_own(
         if parameter.is_floating_point():
             parameter.data.fill_(torch.nan)  # what an initialiser leaves out stays NaN, which is checked below
     for initializer in _initializers(root, module, own_only=pieces):
-        with _seeded(seed, name, device), _keeping_buffers(module):
+        with devices.fork_rng(device), _keeping_buffers(module):
+            # crc32, not hash(), which differs between processes for the same string.
+            torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
             initializer()
         if not any(parameter.is_floating_point() and parameter.isnan().any() for parameter in own):
             for parameter, dtype in zip(own, dtypes, strict=True):
@@ -197,14 +199,6 @@ def _keeping_buffers(module: nn.Module) -> Iterator[None]:
     yield
     for name, buffer, value in kept:
         module._buffers[name] = buffer.copy_(value)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
-    with devices.fork_rng(device):
-        # crc32, not hash(), which differs between processes for the same string.
-        torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
-        yield
 
 
 class _SkipInitialization(TorchFunctionMode):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -164,10 +164,6 @@ def hook_on_weight(module: nn.Module) -> str | None:
 # --- marks and `load_state_dict(assign=True)` -------------------------------------------------------------------------
 
 
-_ASSIGN: Final = "assign_to_params_buffers"
-"""The key under which `nn.Module.load_state_dict` passes `assign=True` to each module."""
-
-
 def refuse_assignment(root: nn.Module) -> None:
     """Refuse `load_state_dict(assign=True)` for every part of a model, as long as it is the wrapped one.
 
@@ -182,7 +178,8 @@ def refuse_assignment(root: nn.Module) -> None:
 
 
 def _refuse(module: nn.Module, _: Any, __: str, metadata: dict[str, Any], *_others: Any) -> None:
-    if metadata.get(_ASSIGN) and state.model is not None and any(each is module for each in state.model.modules()):
+    is_asked = metadata.get("assign_to_params_buffers")
+    if is_asked and state.model is not None and any(each is module for each in state.model.modules()):
         raise assignment_refusal()
 
 

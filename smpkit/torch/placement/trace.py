@@ -17,6 +17,7 @@ import contextlib
 import copy
 import functools
 import logging
+import operator
 import random
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -158,7 +159,7 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.enter_context(context)
             # Every checkpointed call asks the offload engine for the context of a trial.
             stack.callback(install, install(_TrialOffloader(self._checkpointed)))
-            stack.enter_context(saved_tensors_hooks(self._saved.pack, _another))
+            stack.enter_context(saved_tensors_hooks(self._saved.pack, operator.call))
             yield
 
     def costs(self) -> dict[str, UnitCost]:
@@ -248,7 +249,7 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_inside_unit:  # the rank of the first unit inside keeps it: see `costs`
             self._saved.total -= boundary
         self._saved_inside = spared = _SavedBytes(self._saved.root, self._live)
-        with saved_tensors_hooks(spared.pack, _another):
+        with saved_tensors_hooks(spared.pack, operator.call):
             yield
         self._saved_inside = outside
         self._live.end(part)
@@ -321,10 +322,6 @@ _MakeAnother = Callable[[], torch.Tensor]
 def _maker_of_another(tensor: torch.Tensor) -> _MakeAnother:
     shape, stride = tuple(tensor.shape), tensor.stride()
     return functools.partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=tensor.device)
-
-
-def _another(make: _MakeAnother) -> torch.Tensor:
-    return make()
 
 
 class _SavedBytes:

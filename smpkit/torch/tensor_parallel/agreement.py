@@ -114,7 +114,8 @@ class CallConsistencyCheck:
         # The other ranks of a pipeline get their batch from pp_rank 0.
         if state.cfg.prescaled_batch and state.pp_rank == 0 and self._num_value_checks < _NUM_VALUE_CHECKS:
             self._num_value_checks += 1
-            values = _checksum_of_values(tensors)
+            for tensor in tensors:
+                values = zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data, values)
         group = state.process_group(CommGroup.TP_GROUP)
         # On the host where the group can send from there, so that no GPU is waited for.
         own = torch.tensor([zlib.crc32(description.encode()), values, number], device="cpu")
@@ -148,11 +149,3 @@ class CallConsistencyCheck:
 def _first_other(by_tp_rank: Sequence[Any]) -> int:
     """Return the first tensor-parallel rank whose value is not that of rank 0."""
     return next(rank for rank, value in enumerate(by_tp_rank) if value != by_tp_rank[0])
-
-
-def _checksum_of_values(tensors: list[torch.Tensor]) -> int:
-    checksum = 0
-    for tensor in tensors:
-        raw = as_bytes(tensor.detach().cpu().contiguous())
-        checksum = zlib.crc32(raw.numpy().tobytes(), checksum)
-    return checksum

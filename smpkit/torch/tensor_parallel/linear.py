@@ -5,7 +5,7 @@ A block of two needs one collective on its way in and one on its way out::
     x ──enter_region──► ColumnParallelLinear ──► (per feature) ──► RowParallelLinear ──leave_region──► y
                         output features divided                    input features divided
 
-With `optimize: memory`, `_gathered_linear` keeps what a rank holds of x for backward, not the gathered x.
+With `optimize: memory`, `_GatheredLinear` keeps what a rank holds of x for backward, not the gathered x.
 """
 
 from __future__ import annotations
@@ -106,10 +106,15 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features / tp_size), of all values of the group."""
-        if self._regathers_in_backward(x):
-            assert self.boundary.dim is not None
-            return _gathered_linear(x, self.weight, self.bias, self.boundary.dim)
-        return self.project(enter_region(x, self.boundary))
+        if not self._regathers_in_backward(x):
+            return self.project(enter_region(x, self.boundary))
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if torch.is_autocast_enabled(x.device.type):  # autocast casts in forward, but not in a custom backward
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        output: torch.Tensor = _GatheredLinear.apply(x, weight, bias, self.boundary.dim)  # type: ignore[no-untyped-call]
+        return output
 
     def _regathers_in_backward(self, x: torch.Tensor) -> bool:
         # What needs no gradient is not kept for backward in the first place.
@@ -209,19 +214,12 @@ def unshard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
     return collectives.gather_from_tp(x, -1) if boundary.dim is None else collectives.all_to_all(x, boundary.dim, -1)
 
 
-def _gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """Return `linear(gather_to_tp(x, dim), weight, bias)`, and gather `x` again in backward instead of keeping it.
+class _GatheredLinear(torch.autograd.Function):
+    """Computes `linear(gather_to_tp(x, dim), weight, bias)`, and gathers `x` again in backward instead of keeping it.
 
     Otherwise every column-parallel layer would keep the input of all ranks until backward.
     """
-    if torch.is_autocast_enabled(x.device.type):  # autocast casts in forward, but not in a custom backward
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    output: torch.Tensor = _GatheredLinear.apply(x, weight, bias, dim)  # type: ignore[no-untyped-call]
-    return output
 
-
-class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)

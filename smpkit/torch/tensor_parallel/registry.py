@@ -29,6 +29,12 @@ ArgumentHook = Callable[..., tuple[Iterable[Any], Mapping[str, Any]]]
 TensorOrFactory = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or what makes it when it is wanted."""
 
+
+def tensor_of(value: TensorOrFactory) -> torch.Tensor:
+    """Return the tensor, which is made now if `value` makes it."""
+    return value() if callable(value) else value
+
+
 Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Iterable[tuple[str, TensorOrFactory]]]
 """Turns a whole state dict (of all tensor-parallel ranks together) into another one.
 

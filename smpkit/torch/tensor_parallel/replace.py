@@ -41,6 +41,7 @@ from smpkit.torch.tensor_parallel.registry import (
     argument_names,
     arguments_of,
     rule_for,
+    tensor_of,
     with_overrides,
 )
 
@@ -346,7 +347,7 @@ def _translate_weights(replaced: _Replaced, device: torch.device) -> None:
         if id(tensor) in done:
             continue
         done.add(id(tensor))
-        value = tensor_or_factory() if callable(tensor_or_factory) else tensor_or_factory
+        value = tensor_of(tensor_or_factory)
         if value.shape != global_shape(tensor):
             raise UsageError(
                 f"a translation made `{name}` of {type(replacement).__name__} {list(value.shape)},"

@@ -23,7 +23,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import as_bytes
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.shards import TpShard, join_shards, shard_of, take_shard
-from smpkit.torch.tensor_parallel.registry import ReplacementRule, TensorOrFactory, Translation
+from smpkit.torch.tensor_parallel.registry import ReplacementRule, Translation, tensor_of
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 
 
@@ -123,7 +123,7 @@ def with_distributed_names(root: nn.Module, values: Mapping[str, Any], held: Col
     for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=False):
         for name, value in translation(inside, module):
             full = prefix + name
-            result[full] = _shard_value(_tensor(value), shards.get(full)) if full in held else None
+            result[full] = _shard_value(tensor_of(value), shards.get(full)) if full in held else None
     return result
 
 
@@ -131,7 +131,7 @@ def with_original_names(root: nn.Module, values: Mapping[str, Any]) -> dict[str,
     """Return a whole state dict of the distributed model as one of the original model, where a translation is known."""
     result = dict(values)
     for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=True):
-        result.update({prefix + name: _tensor(value) for name, value in translation(inside, module)})
+        result.update({prefix + name: tensor_of(value) for name, value in translation(inside, module)})
     return result
 
 
@@ -153,7 +153,3 @@ def _modules_to_translate(
         for key in inside:
             del values[prefix + key]
         yield prefix, module, inside, translation
-
-
-def _tensor(value: TensorOrFactory) -> torch.Tensor:
-    return value() if callable(value) else value
