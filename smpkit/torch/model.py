@@ -15,7 +15,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.amp import refuse_torchs_scaler
 from smpkit.torch.core.arguments import check_callable
+from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, WrappedOptimizer, state
 from smpkit.torch.core.step_participants import StepEngine, StepParticipant, StepParticipants
@@ -57,9 +58,6 @@ from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck, common_
 from smpkit.torch.tensor_parallel.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.replace import distribute, refuse_replaced_parameters
 from smpkit.torch.tensor_parallel.state_dict import with_original_names
-
-if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
 _log = logging.getLogger("smpkit")
 
@@ -374,10 +372,8 @@ class DistributedModel(ModelParts):
         """Run the post-step hooks; without `@smp.step` the optimizer calls this before its step."""
         self._hooks.run(self._hooks.post_step)
 
-    register_comm_hook = _register_comm_hook = refuse_comm_hook
-    """Raise UnsupportedError: gradients are reduced by smpkit itself. The second is its name in SMP v1.2."""
+    register_comm_hook = _register_comm_hook = refuse_comm_hook  # the second is its name in SMP v1.2
     join = refuse_join
-    """Raise UnsupportedError: no replica goes on without the others."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, which `copy.deepcopy` and `torch.save` copy; on a single rank only.

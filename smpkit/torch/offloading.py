@@ -4,11 +4,10 @@ the key `offload_activations` for the one of smp.DistributedModel, with `smp.off
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core import devices, offloader
-from smpkit.torch.core.arguments import check_module, check_num_bytes, device_of
+from smpkit.torch.core.arguments import check_module, check_num_bytes, check_positive, device_of
 from smpkit.torch.core.microbatches import StepProgress
 from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.core.offloader import KEEPING, install
@@ -33,9 +32,6 @@ from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.recording import recorder
 from smpkit.torch.recording.run_meter import STALL
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class offload_activations:  # noqa: N801 - used as a function
@@ -86,7 +82,7 @@ class offload_activations:  # noqa: N801 - used as a function
         check_lead(lead)
         check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
         check_num_bytes("host_budget_bytes", host_budget_bytes, of_none="three quarters of what is free")
-        _check_seconds(deadline_seconds)
+        check_positive("deadline_seconds", deadline_seconds, "seconds", hint="the default is 600")
         if link is not None and not isinstance(getattr(link, "device", None), torch.device):
             raise UsageError(f"link is {link!r}; it must be a link, such as `smpkit.testing.EmulatedLink()`, or None")
         self._engine = make_engine(
@@ -175,14 +171,6 @@ class offload_activations:  # noqa: N801 - used as a function
             self._engine.end_step()
 
 
-def _check_seconds(seconds: object) -> None:
-    # NaN is in no range.
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise UsageError(
-            f"deadline_seconds is {seconds!r}; it must be a number of seconds above 0", hint="the default is 600"
-        )
-
-
 def offloads() -> bool:
     """Return whether this process offloads activations: with `auto` only from a device that is not the host."""
     wanted = state.cfg.offload_activations
@@ -211,7 +199,6 @@ class Offloading(StepParticipant):
             state.reset_hooks.append(_close_engine)
 
     def begin_microbatch(self, index: int) -> None:
-        """Note which microbatch runs, where there is no pipeline."""
         self.engine.begin_microbatch(index)
 
     def end_step(self, step: StepProgress) -> None:
@@ -226,7 +213,6 @@ class Offloading(StepParticipant):
                 )
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
-        """Forget a step that an exception ended."""
         self.engine.abandon_step()
 
     def _any_layer_is_checkpointed(self) -> bool:

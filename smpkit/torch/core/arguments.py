@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import torch
@@ -29,6 +30,11 @@ def check_num_bytes(name: str, value: object, *, of_none: str) -> None:
             f"{name} is {value!r}; it must be a whole number of bytes, at least 0, or None",
             hint=f"for example 8 << 30 for 8 GiB; None means {of_none}",
         )
+
+
+def check_positive(name: str, value: object, unit: str, *, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:  # NaN is in no range
+        raise UsageError(f"{name} is {value!r}; it must be a number of {unit} above 0", hint=hint)
 
 
 def check_probability(owner: str, name: str, value: object) -> None:

@@ -13,12 +13,11 @@ step has the phases with `outside_step` in their names.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
+from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
 
 class StepParticipant:

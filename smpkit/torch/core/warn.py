@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 import time
+import traceback
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -75,11 +76,7 @@ def script_line() -> ScriptLine:
 
 def _script_frame(here: FrameType) -> FrameType:
     """Return the innermost frame of the script; where a library called smpkit from a thread, that of the library."""
-    frames: list[FrameType] = []
-    each: FrameType | None = here
-    while each is not None:
-        frames.append(each)
-        each = each.f_back
+    frames = [frame for frame, _ in traceback.walk_stack(here)]
     for is_inside in (_is_library, _is_ours):
         for frame in frames:
             if not is_inside(frame.f_code.co_filename):

@@ -7,7 +7,6 @@ What a step is for, and the choice, are `chooser.py`'s.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from smpkit.errors import UsageError
 from smpkit.plan.tune.chain import Choice
 from smpkit.torch.core import devices
-from smpkit.torch.core.arguments import check_module, check_num_bytes, device_of
+from smpkit.torch.core.arguments import check_module, check_num_bytes, check_positive, device_of
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import tensors_in
@@ -88,8 +87,10 @@ def fit(
     check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
     fitted_layers = _layers(model, layers)
     device = device_of(model) if link is None else link.device
-    limit_bytes = device_limit("device_gib", device, _positive("device_gib", device_gib))
-    host_gib = _positive("host_gib", host_gib)
+    for name, limit in (("device_gib", device_gib), ("host_gib", host_gib)):
+        if limit is not None:
+            check_positive(name, limit, "GiB", hint="for example 24")
+    limit_bytes = device_limit("device_gib", device, device_gib)
     engine = make_engine(
         device,
         lead=lead,
@@ -354,14 +355,6 @@ def _refuse_own_checkpoints(model: nn.Module) -> None:
                 hint="call model.gradient_checkpointing_disable(); in a Trainer's arguments, also TRL's, say"
                 " `gradient_checkpointing=False`",
             )
-
-
-def _positive(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UsageError(f"{name} is {value!r}; it must be a number of GiB above 0", hint="for example 24")
-    return float(value)
 
 
 def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

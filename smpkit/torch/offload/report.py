@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.link import Link
+from smpkit.units import amount
 
 _STEPS_KEPT: Final = 100
 MIN_SECONDS: Final = 20e-6
@@ -61,8 +62,8 @@ class OffloadReport:
     """The latest 100 at most."""
 
     def __str__(self) -> str:
-        moved = f"{_text(self.bytes_out)} out, {_text(self.bytes_back)} back"
-        held = f"{_text(self.peak_device_bytes)} on the device, {_text(self.peak_host_bytes)} on the host"
+        moved = f"{amount(self.bytes_out)} out, {amount(self.bytes_back)} back"
+        held = f"{amount(self.peak_device_bytes)} on the device, {amount(self.peak_host_bytes)} on the host"
         stalled = f"stalled {1e3 * self.stall_seconds:.1f} ms"
         lines = [f"rank {self.rank}: {self.num_steps} steps, {moved}; at most {held}; {stalled}"]
         worst = sorted((stall for step in self.steps for stall in step.stalls), key=lambda each: -each.seconds)[:3]
@@ -72,10 +73,6 @@ class OffloadReport:
             for stall in worst
         ]
         return "\n".join(lines)
-
-
-def _text(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 class OffloadStats:

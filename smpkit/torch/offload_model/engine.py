@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.host_memory import pinned_bytes
 from smpkit.torch.offload.link import DONE, Event, link_for
 from smpkit.torch.offload_model.slices import Layout, Slice
+
+if TYPE_CHECKING:
+    from smpkit.torch.offload_model.optimizer import OffloadOptimizer
 
 DEADLINE_SECONDS: Final = 600.0
 """No wait of this thread for a copy lasts longer."""
@@ -44,27 +47,6 @@ def sources(tensors: Iterable[Tensor]) -> Sources:
     return {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}
 
 
-class Updater(Protocol):
-    """Takes gradients during the backward; an `OffloadOptimizer` with `overlap="backward"` does."""
-
-    def check(self, piece: Slice) -> None:
-        """Raise UsageError if a slice whose backward begins has been updated since the last step."""
-
-    def consume(self, piece: Slice, arrival: Event) -> None:
-        """Take the gradients of a slice out of its parameters; they are there after `arrival`."""
-
-    def forget(self) -> None:
-        """Take note that a backward failed half way."""
-
-
-@dataclass
-class _Sum:
-    """Gradients on their way to the host that must be added to earlier ones."""
-
-    arrival: Event
-    terms: list[tuple[nn.Parameter, Tensor]]
-
-
 @dataclass
 class _Slot:
     """A buffer on the device, which slices take in turn, and what belongs to it."""
@@ -77,7 +59,8 @@ class _Slot:
     slab: Tensor | None = None
     """A buffer on the host for gradients that are added to others, or used up in the backward."""
     slab_user: Slice | None = None
-    sum: _Sum | None = None
+    sum: tuple[Event, Sequence[tuple[nn.Parameter, Tensor]]] = DONE, ()
+    """Gradients that must be added to earlier ones, and when they are on the host."""
 
 
 class Engine:
@@ -100,7 +83,8 @@ class Engine:
     ) -> None:
         self.slices, self.device, self.in_place = slices, device, in_place
         self.link = link_for(device, DEADLINE_SECONDS)
-        self.updater: weakref.ref[Updater] | None = None
+        self.updater: Callable[[], OffloadOptimizer | None] = lambda: None
+        """Returns what takes gradients during the backward: an optimizer with `overlap="backward"`."""
         self.wants_norms = False
         self._resident = len(slices) - 1
         self._prefetch, self._group = prefetch, group
@@ -330,7 +314,7 @@ class Engine:
     def _open(self, index: int) -> None:
         """Bring a slice, whose gradients are to stay on the device for now."""
         piece = self.slices[index]
-        if (updater := self._get_updater()) is not None:
+        if (updater := self.updater()) is not None:
             updater.check(piece)
         if not self.in_place:
             self._before[index] = [parameter.grad for parameter in piece.parameters]
@@ -348,7 +332,7 @@ class Engine:
             arrival = DONE
         else:
             arrival = self._send(piece)
-        if (updater := self._get_updater()) is not None:
+        if (updater := self.updater()) is not None:
             updater.consume(piece, arrival)
 
     def _send(self, piece: Slice) -> Event:
@@ -357,7 +341,7 @@ class Engine:
         gradients = [(each, each.grad.to_dense()) for each in piece.parameters if each.grad is not None]
         self._restore(piece)
         self._settle(slot)
-        updates_now = self._get_updater() is not None
+        updates_now = self.updater() is not None
         # Also where another parameter has a gradient (of another task's head, say): it lies in this slice's buffer.
         is_sum = any(parameter.grad is not None for parameter in piece.parameters)
         if updates_now and is_sum:
@@ -379,7 +363,7 @@ class Engine:
         self._leaving = [gradient for _, gradient in gradients], arrival, self.link.stream()
         arrived = [(parameter, view) for (parameter, _), view in zip(gradients, views, strict=True)]
         if is_sum:
-            slot.sum = _Sum(arrival, arrived)
+            slot.sum = arrival, arrived
             return arrival
         for parameter, view in arrived:
             parameter.grad = view
@@ -403,7 +387,7 @@ class Engine:
             self._finish(running)
         self._finish(self._resident)
         self._task = _NO_TASK
-        if self._get_updater() is None:  # which waits itself
+        if self.updater() is None:  # which waits itself
             self.link.synchronize(self._leaving[1], "the gradients of a slice")
         self._release()
         for slot in self._slots:
@@ -431,12 +415,9 @@ class Engine:
         self.link.synchronize(self._leaving[1], "the gradients of a slice")
         self._release()
         for slot in self._slots:
-            slot.sum = None
-        if (updater := self._get_updater()) is not None:
+            slot.sum = DONE, ()
+        if (updater := self.updater()) is not None:
             updater.forget()
-
-    def _get_updater(self) -> Updater | None:
-        return None if self.updater is None else self.updater()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -455,11 +436,9 @@ class Engine:
     @torch.no_grad()
     def _settle(self, slot: _Slot) -> None:
         """Add gradients that have come to a slab to those of before."""
-        waiting, slot.sum = slot.sum, None
-        if waiting is None:
-            return
-        self.link.synchronize(waiting.arrival, "the gradients of a slice")
-        for parameter, term in waiting.terms:
+        (arrival, terms), slot.sum = slot.sum, (DONE, ())
+        self.link.synchronize(arrival, "the gradients of a slice")
+        for parameter, term in terms:
             parameter.grad = term.clone() if parameter.grad is None else parameter.grad.add_(term)
 
     def _home(self, piece: Slice, num_bytes: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -175,14 +176,15 @@ class OffloadModel(nn.Module):
             )
         if process_group is not None:
             _check_equal(slices, process_group)
-        undo = [_hook_state_dict(module, self._engine) for module in model.modules()]
+        undo = contextlib.ExitStack()
+        _hook_state_dicts(model, self._engine, undo)
         # `use_reentrant=True` around a block hides from us what the block returns, until it has run again in backward.
         patch_torch_checkpoint()
         if not self._is_chain:
             keeper = self._keeper if checkpoint_activation else None
-            for index, group in enumerate(groups):
-                undo += [_surround(block, self._engine, index, keeper) for block in group]
-        weakref.finalize(self, _call_all, undo)
+            for index, block in ((index, block) for index, group in enumerate(groups) for block in group):
+                _surround(block, self._engine, index, keeper, undo)
+        weakref.finalize(self, undo.close)
 
     def __repr__(self) -> str:
         return f"OffloadModel({len(self.model_slices)} slices, run on {self.device})"
@@ -310,8 +312,8 @@ class OffloadModel(nn.Module):
         return self
 
 
-def _hook_state_dict(module: nn.Module, engine: Engine) -> Callable[[], object]:
-    """Wait for updates before the state dict of a module is read or loaded; return what undoes this."""
+def _hook_state_dicts(model: nn.Module, engine: Engine, undo: contextlib.ExitStack) -> None:
+    """Wait for updates before the state dict of a module in `model` is read or loaded, until `undo` is closed."""
     reference = weakref.ref(engine)
 
     def wait(module: nn.Module, *details: Any) -> None:  # (prefix, keep_vars), or (state, prefix, metadata, ...)
@@ -325,18 +327,15 @@ def _hook_state_dict(module: nn.Module, engine: Engine) -> Callable[[], object]:
             )
         engine.synchronize()
 
-    reading: Any = module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
-    loading: Any = module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
-    return functools.partial(_call_all, [reading.remove, loading.remove])
+    for module in model.modules():
+        undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
+        undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
 
 
-def _call_all(functions: Sequence[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
-
-
-def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | None) -> Callable[[], object]:
-    """Bring the slice of a block for its calls in the model's forward; return what undoes this.
+def _surround(
+    block: nn.Module, engine: Engine, index: int, keeper: Offloader | None, undo: contextlib.ExitStack
+) -> None:
+    """Bring the slice of a block for its calls in the model's forward, until `undo` is closed.
 
     With a `keeper` of its input the block is checkpointed.
     """
@@ -356,7 +355,7 @@ def _surround(block: nn.Module, engine: Engine, index: int, keeper: Offloader | 
         return called
 
     call.checkpointing = around
-    return functools.partial(setattr, call, "checkpointing", before)
+    undo.callback(setattr, call, "checkpointing", before)
 
 
 def _watched(engine: Engine, index: int, layer: nn.Module, run: OriginalCall, args: Any, kwargs: Any) -> Any:

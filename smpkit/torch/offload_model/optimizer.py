@@ -162,8 +162,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def holds_gradients_of(self) -> Iterable[Tensor]:
         """Return the parameters whose gradients a backward uses up; see `optim.gradient_norm`."""
-        updater = self._engine.updater
-        return self._engine.parameters if updater is not None and updater() is self else ()
+        return self._engine.parameters if self._engine.updater() is self else ()
 
     # --- what the user calls -----------------------------------------------------------------------------------------
 
@@ -181,7 +180,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._overlap == "backward":
-            if self._engine.updater is None or self._engine.updater() is not self:
+            if self._engine.updater() is not self:
                 raise UsageError(
                     "another OffloadOptimizer has been made for this model since, and gets its gradients",
                     hint="make one, with a parameter group for each kind of parameter",

@@ -224,7 +224,7 @@ class _Step:
         self._num_split = len(plan.split)
         forward: Callable[[int, int], None] = self.run_forward
         generators = None
-        if plan.has_revisits:
+        if max(plan.schedule.graph.counts) > 1:  # where a rank is visited again, microbatches wait for one another
             self._seeds = [random.getrandbits(32) for _ in self.microbatches]
             forward, generators = self._resume_forward, (random.getstate(), np.random.get_state())
         microbatches, transport = self.microbatches, self.stage.transport
@@ -260,10 +260,9 @@ class _Step:
     # --- forward -------------------------------------------------------------------------------------------------
 
     def run_forward(self, index: int, _segment: int = 0) -> None:
-        """Run a microbatch's forward from end to end, unless it has run."""
-        if index not in self.outputs:
-            output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self.body, index)
-            self._keep_output(index, output)
+        """Run a microbatch's forward from end to end."""
+        output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self.body, index)
+        self._keep_output(index, output)
 
     def _resume_forward(self, index: int, segment: int) -> None:
         """Run a segment of a microbatch's forward, which has a thread of its own."""
@@ -461,11 +460,6 @@ class StepPlan:
             for action in actions
         ]
         return cls(schedule, rank, record, split, tuple(_planned(actions, receives, split)))
-
-    @property
-    def has_revisits(self) -> bool:
-        """Whether some rank is visited more than once: then microbatches must be able to wait for one another."""
-        return max(self.schedule.graph.counts) > 1
 
 
 def _planned(

@@ -24,6 +24,7 @@ import torch
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.microbatches import root_gradient
+from smpkit.torch.core.module_call import CallWrapper
 from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
     TensorSpec,
@@ -78,7 +79,6 @@ from smpkit.torch.pipeline.stage_tensor import (
 from smpkit.torch.pipeline.units import owner_of_operation, vmap_error
 
 if TYPE_CHECKING:
-    from smpkit.torch.core.module_call import CallWrapper
     from smpkit.torch.pipeline.stage_context import StageContext
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -570,12 +570,9 @@ class Microbatch:
     def _diverge(self, how: str) -> None:
         """Diverge from the record, and first run everything that follows it."""
         if self.record is not None and not self.diverged:
-            self._leave_record(how, script_line())
+            self.diverged, self.departure = True, (how, script_line())
             if self.before_wait is not None:
                 self.before_wait()
-
-    def _leave_record(self, how: str, line: ScriptLine | None) -> None:
-        self.diverged, self.departure = True, (how, line)
 
     def end_forward(self, output: Any) -> None:
         """Note that the code of this microbatch has run to its end, and what it has returned."""
@@ -584,7 +581,7 @@ class Microbatch:
         self.call_trace.append("the end of the step function")
         if self.record is not None and len(self.transfers) < len(self.record.transfers):
             # As `_diverge`, but no code is left that could wait for others.
-            self._leave_record("it ended before the first one", None)
+            self.diverged, self.departure = True, ("it ended before the first one", None)
 
     def make_record(self) -> TransferRecord:
         changed = [number for number, sent, version in self._sent_versions if version_of(sent) != version]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.core.microbatches import root_gradient
+from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress, root_gradient
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
@@ -22,9 +22,6 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recording.recorder import recorded_backward, recorded_microbatch
 from smpkit.torch.tensor_parallel.agreement import common_seed
-
-if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
 

@@ -8,7 +8,7 @@ import operator
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.torch.core import devices
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
+from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tensor_spec import map_tensors, signature
@@ -44,9 +45,6 @@ from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_mod
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recording.recorder import current_recorder
 from smpkit.torch.tensor_parallel.agreement import common_seed
-
-if TYPE_CHECKING:
-    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 
 _ASSIGNMENT: Final = "the partition assignment"
 _NUMBERS: Final = (int, float)

@@ -113,7 +113,8 @@ class _NodeShape(NamedTuple):
 
 def _groups_of(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[_WeightGroup], list[torch.Tensor]]:
     """Return the groups of the second half, and the weights whose gradients the first half makes."""
-    nodes = list(dict.fromkeys(_edge(root).node for root in roots))
+    edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
+    nodes = list(dict.fromkeys(edge.node for edge in edges))
     num_roots, numbers, shape = len(nodes), {node: number for number, node in enumerate(nodes)}, []
     for node in nodes:  # which grow meanwhile
         kind, after = type(node), []
@@ -236,10 +237,6 @@ def _groups(leaves_of: dict[int, frozenset[int]]) -> Iterator[list[int]]:
     yield from unique.values()
 
 
-def _edge(root: Root) -> GradientEdge:
-    return root if isinstance(root, GradientEdge) else get_gradient_edge(root)
-
-
 def _variable(leaf: Node) -> torch.Tensor:
     variable = leaf.variable  # type: ignore[attr-defined]
     assert isinstance(variable, torch.Tensor)
@@ -251,7 +248,9 @@ def watching(note: Callable[[int], object]) -> Iterator[None]:
     """Call `note` where code inside uses hooks: 1 and -1 around those on saved tensors, 0 for one on an activation."""
     with contextlib.ExitStack() as stack:
         for owner, name, change in _WATCHED:
-            stack.enter_context(_replaced(owner, name, _noted(getattr(owner, name), note, change)))
+            plain = getattr(owner, name)
+            stack.callback(setattr, owner, name, plain)
+            setattr(owner, name, _noted(plain, note, change))
         yield
 
 
@@ -262,18 +261,3 @@ def _noted(plain: Callable[..., Any], note: Callable[[int], object], change: int
         return plain(self, *args, **kwargs)
 
     return noted
-
-
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method, and afterwards restore it, or delete the override of an inherited one."""
-    inherited = name not in vars(owner)
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)

@@ -18,7 +18,7 @@ only when they have ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
 import torch
@@ -276,8 +276,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-@contextmanager
-def fork_rng(device: torch.device) -> Iterator[None]:
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     """Restore the generators of the CPU and of a device after the block."""
-    with torch.random.fork_rng([device] if is_asynchronous(device) else [], device_type=device.type):
-        yield
+    return torch.random.fork_rng([device] if is_asynchronous(device) else [], device_type=device.type)
