@@ -344,7 +344,7 @@ def _live(config: ModelParallelConfig, plan: Plan, stage: int) -> float:
     if config.virtual_pipeline_degree == 1:
         # The peak of a split backward is more than of whole microbatches: see `peaks`.
         splits = 1.0 + plan.timeline.schedule.splits_backward
-        return min(plan.timeline.peak_live_microbatches[stage] * splits, 2.0 * config.microbatches)
+        return min(plan.timeline.schedule.peak_live_microbatches[stage] * splits, 2.0 * config.microbatches)
     return plan.timeline.schedule.peak_live_segments[stage] / config.virtual_pipeline_degree
 
 
