@@ -57,10 +57,7 @@ def test_several_are_drawn_to_one_scale(timeline: Timeline) -> None:
 
 def test_a_narrow_box_has_the_microbatch_only_or_nothing() -> None:
     texts = {
-        count: [
-            each.text
-            for each in ET.fromstring(svg({"x": simulate(chain(2, count), COSTS)})).iter(f"{_SVG}text")
-        ]
+        count: [each.text for each in ET.fromstring(svg({"x": simulate(chain(2, count), COSTS)})).iter(f"{_SVG}text")]
         for count in (4, 16, 64)
     }
     assert "F0" in texts[4]
