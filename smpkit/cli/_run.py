@@ -342,10 +342,6 @@ def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
 
 
 def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
-    try:
-        memory_bytes: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        memory_bytes = None
     return {
         "started": now.astimezone(timezone.utc).isoformat(timespec="seconds"),
         "command": hide_in_line(shlex.join(["smpkit", *sys.argv[1:]])),
@@ -355,6 +351,6 @@ def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "processors": os.cpu_count(),
-        "memory_bytes": memory_bytes,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
     }
