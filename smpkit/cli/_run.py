@@ -26,7 +26,6 @@ from smpkit.cli._console import write_file
 from smpkit.cli._machine import version_of
 from smpkit.cli._plan import Planned, as_plain
 from smpkit.cli._world import World
-from smpkit.cli.image import recipe_from
 from smpkit.cli.options import read_job
 from smpkit.config.confidential import hide_in_line, masked
 from smpkit.config.documents import as_yaml
@@ -79,7 +78,7 @@ def run_job(
     if profile_steps is not None:
         job = _profiled(job, profile_steps)
     if docker:
-        return _run_in_docker(job, arguments, recipe_from(recipe), interrupt_after, gpus=gpus, events=events)
+        return _run_in_docker(job, arguments, Recipe(**recipe), interrupt_after, gpus=gpus, events=events)
     _refuse_allocation(job.config)
     return _run_here(job, arguments, debugged, events=events)
 
