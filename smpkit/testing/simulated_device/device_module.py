@@ -38,9 +38,20 @@ def make(num_devices: int) -> types.ModuleType:
         index: int | None = torch.device(device).index
         return torch.accelerator.current_device_index() if index is None else index
 
-    def current(device: Any) -> torch.accelerator.device_index:
-        """Return a context in which a device is the current one; None and -1 leave it as it is."""
-        return torch.accelerator.device_index(None if device in (None, -1) else index_of(device))
+    class Device:
+        """A context in which a device is the current one; None and -1 leave it as it is."""
+
+        def __init__(self, device: Any) -> None:
+            self.index = -1 if device is None or device == -1 else index_of(device)
+            self._before = -1
+
+        def __enter__(self) -> None:
+            self._before = torch.accelerator.current_device_index()
+            if self.index >= 0:
+                torch.accelerator.set_device_index(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            torch.accelerator.set_device_index(self._before)
 
     def manual_seed_all(seed: int) -> None:
         for index in range(num_devices):
@@ -70,7 +81,7 @@ def make(num_devices: int) -> types.ModuleType:
         "current_stream": torch.accelerator.current_stream,
         "default_generators": generators,
         "default_stream": default_stream,
-        "device": current,
+        "device": Device,
         "device_count": lambda: num_devices,
         "get_amp_supported_dtype": lambda: dtypes,
         "get_device_name": lambda _=None: _Properties.name,
