@@ -24,7 +24,7 @@ from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.schedule.draw import draw
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.plan.speed import Speed
-from smpkit.plan.svg import Drawing, svg
+from smpkit.plan.svg import svg
 from smpkit.plan.tune.features import Feature, features, remedy
 from smpkit.units import amount, magnitude, seconds, things
 
@@ -167,7 +167,7 @@ def as_plain(planned: Planned) -> dict[str, Any]:
             "name": schedule.name,
             "microbatches": schedule.num_microbatches,
             "bubble": plan.timeline.bubble,
-            "peak_live_microbatches": list(plan.timeline.peak_live_microbatches),
+            "peak_live_microbatches": list(schedule.peak_live_microbatches),
             "actions": [" ".join(map(str, actions)) for actions in schedule.actions],
         },
     }
@@ -249,7 +249,7 @@ def _schedule(planned: Planned) -> Iterator[str]:
     name = f"{schedule.name} (1F1B)" if schedule.name == "interleaved" else schedule.name
     yield f"schedule  {name}, {count}, predicted bubble {timeline.bubble:.1%}"
     yield from draw(schedule, width=width()).splitlines()
-    held = [*map(str, timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
+    held = [*map(str, schedule.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
     yield from fold("held      ", held, width())
 
 
@@ -344,7 +344,7 @@ def _features(known: Sequence[Feature]) -> Iterator[str]:
 def _draw(path: Path, planned: Planned) -> None:
     timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
     title = f"{schedule.name}, {things(schedule.num_microbatches, 'microbatch')}, bubble {timeline.bubble:.1%}"
-    write_file(path, svg([Drawing(title, timeline)]), "picture")
+    write_file(path, svg({title: timeline}), "picture")
     _console.current().note(f"picture: {path}")
 
 

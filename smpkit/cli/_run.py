@@ -26,7 +26,6 @@ from smpkit.cli._console import write_file
 from smpkit.cli._machine import version_of
 from smpkit.cli._plan import Planned, as_plain
 from smpkit.cli._world import World
-from smpkit.cli.image import recipe_from
 from smpkit.cli.options import read_job
 from smpkit.config.confidential import hide_in_line, masked
 from smpkit.config.documents import as_yaml
@@ -79,7 +78,7 @@ def run_job(
     if profile_steps is not None:
         job = _profiled(job, profile_steps)
     if docker:
-        return _run_in_docker(job, arguments, recipe_from(recipe), interrupt_after, gpus=gpus, events=events)
+        return _run_in_docker(job, arguments, Recipe(**recipe), interrupt_after, gpus=gpus, events=events)
     _refuse_allocation(job.config)
     return _run_here(job, arguments, debugged, events=events)
 
@@ -345,10 +344,6 @@ def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:
 
 
 def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
-    try:
-        memory_bytes: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        memory_bytes = None
     return {
         "started": now.astimezone(timezone.utc).isoformat(timespec="seconds"),
         "command": hide_in_line(shlex.join(["smpkit", *sys.argv[1:]])),
@@ -358,6 +353,6 @@ def _environment(now: datetime, ranks: int, hosts: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "processors": os.cpu_count(),
-        "memory_bytes": memory_bytes,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
     }

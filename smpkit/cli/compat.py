@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,6 +51,7 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
         return _check(command, as_json=as_json)
     if as_json:
         raise UsageError("`--json` is for `--check`", hint="put `--` before a command that has such an option itself")
+    from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE
     from smpkit.drop_in import installed_one, with_drop_in, with_startup
 
     console = _console.current()
@@ -66,8 +67,10 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
         console.detail(f"PYTHONPATH={environ['PYTHONPATH']}")
     if cuda_on_cpu:
         environ = with_startup({**environ, "SMPKIT_CUDA_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""})
+    if ENVIRONMENT_VARIABLE in environ:  # Hugging Face's Trainer reads it, and whether the platform has enabled MPI
+        environ = {"SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_mpi_enabled": True}), **environ}
     try:
-        os.execve(program, list(command), _for_huggingface(environ))  # noqa: S606  what this command is for
+        os.execve(program, list(command), environ)  # noqa: S606  what this command is for
     except OSError as error:
         raise LaunchError(f"`{program}` cannot be run: {error.strerror}") from None
 
@@ -109,15 +112,3 @@ def _parameters(given: str) -> dict[str, str]:
 
     Part.from_sources(None, text)
     return {ENVIRONMENT_VARIABLE: text}
-
-
-def _for_huggingface(environ: Mapping[str, str]) -> dict[str, str]:
-    """Set what the platform sets for a job with SMP, unless it is set: Hugging Face's Trainer reads it.
-
-    It reads the parameters, one of them by its old name, and whether MPI is enabled.
-    """
-    from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE
-
-    if ENVIRONMENT_VARIABLE not in environ or "SM_FRAMEWORK_PARAMS" in environ:
-        return dict(environ)
-    return {**environ, "SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_mpi_enabled": True})}

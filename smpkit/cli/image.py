@@ -12,35 +12,24 @@ from smpkit.cli.options import with_options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from smpkit_estimator.image import Recipe
-
 _BASE = "python:3.12-slim-bookworm"
 """`smpkit_estimator.image.DEFAULT_BASE_IMAGE`, which `--help` must not import."""
 
 
 def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what the image is made of."""
+    """Add the options that say what the image is made of: the fields of `smpkit_estimator.image.Recipe`."""
     file, folder = click.Path(dir_okay=False, path_type=Path), click.Path(file_okay=False, path_type=Path)
     return with_options(
         command,
         click.option("--base-image", default=_BASE, show_default=True, help="Any image with apt or dnf."),
         click.option("--torch", default="torch>=2.11", show_default=True, help="What pip is asked to install."),
         click.option("--wheels", type=folder, help="A folder of wheels that are preferred over the index."),
-        click.option("--ca", type=file, help="Certificates (PEM) that the build must trust, behind a proxy."),
-        click.option("--build-network", metavar="NETWORK", help="Docker's network for the build, such as `host`."),
-    )
-
-
-def recipe_from(options: dict[str, Any]) -> Recipe:
-    """Return the recipe that the options of `recipe_options` describe."""
-    from smpkit_estimator.image import Recipe
-
-    return Recipe(
-        base_image=options["base_image"],
-        torch=options["torch"],
-        wheels=options["wheels"],
-        authority=options["ca"],
-        network=options["build_network"],
+        click.option(
+            "--ca", "authority", type=file, help="Certificates (PEM) that the build must trust, behind a proxy."
+        ),
+        click.option(
+            "--build-network", "network", metavar="NETWORK", help="Docker's network for the build, such as `host`."
+        ),
     )
 
 
@@ -53,8 +42,8 @@ def image(tag: str | None, **options: Any) -> int:
     The name of the image is printed. Push it to your registry and name it in the job file to run it as a managed job.
     """
     from smpkit_estimator.docker import check
-    from smpkit_estimator.image import build_image
+    from smpkit_estimator.image import Recipe, build_image
 
     check()
-    click.echo(build_image(recipe_from(options), tag))
+    click.echo(build_image(Recipe(**options), tag))
     return 0

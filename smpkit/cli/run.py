@@ -13,7 +13,7 @@ from smpkit.cli.options import job_arguments, refuse
 if TYPE_CHECKING:
     from smpkit.config.load import Override
 
-_FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch", "wheels", "ca", "build_network")
+_FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch", "wheels", "authority", "network")
 
 
 @click.command()

@@ -147,6 +147,6 @@ def _idle_table(step: ExecutedStep) -> Iterator[str]:
         idle = step.executed.idle_seconds[stage]
         busy = f"{1 - idle / makespan:.1%}" if makespan else "–"
         times = [idle, *step.executed.stall_seconds(stage).values(), step.other_seconds(stage)]
-        live = step.executed.peak_live_microbatches[stage]
+        live = step.executed.schedule.peak_live_microbatches[stage]
         rows.append([str(stage), str(rank), busy, *map(seconds, times), str(live)])
     yield from table(rows, width())

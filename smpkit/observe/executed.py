@@ -22,7 +22,7 @@ from smpkit.observe.merge import RankStep, Run
 from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
 from smpkit.plan.schedule.simulate import ActionInterval, Cause, IdleInterval, Timeline, simulate
-from smpkit.plan.svg import Drawing, svg
+from smpkit.plan.svg import svg
 from smpkit.units import seconds
 
 _SECONDS: Final = 1e-9
@@ -83,8 +83,7 @@ class ExecutedStep:
     def as_svg(self) -> str:
         """Draw it, below the planned step."""
         both = {"planned": self.planned, "executed": self.executed}
-        shown = {name: timeline for name, timeline in both.items() if timeline is not None}
-        return svg([Drawing(f"{name}: {summary(timeline)}", timeline) for name, timeline in shown.items()])
+        return svg({f"{name}: {summary(timeline)}": timeline for name, timeline in both.items() if timeline})
 
     def other_seconds(self, stage: int) -> float:
         """Return how long a stage was idle without waiting for anybody: Python between actions, and sending."""
@@ -162,7 +161,7 @@ def _timeline_json(timeline: Timeline, stages: Sequence[int]) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "idle_seconds": [timeline.idle_seconds[stage] for stage in stages],
         "stall_seconds": [{str(c): s for c, s in timeline.stall_seconds(stage).items()} for stage in stages],
-        "peak_live_microbatches": [timeline.peak_live_microbatches[stage] for stage in stages],
+        "peak_live_microbatches": [timeline.schedule.peak_live_microbatches[stage] for stage in stages],
         "spans": [[(str(each.action), *times(each)) for each in timeline.spans[stage]] for stage in stages],
         "stalls": [[(str(e.cause), *times(e), e.waits_for) for e in timeline.stalls[stage]] for stage in stages],
     }

@@ -6,8 +6,8 @@ Rank 0 writes it as the ranks end. `smpkit run` adds how the run ended, which a 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Final, Literal, TypeAlias
 
@@ -88,6 +88,16 @@ class RankSummary:
     def most_bytes(self) -> int:
         """The peak that block, report and list of runs show."""
         return self.peak.on_device if self.device_peak is None else self.device_peak
+
+    def share(self, part: str) -> float:
+        """Return the share of a step that a part of its `split` takes."""
+        total = self.split.total
+        return float(getattr(self.split, part)) / total if total else 0.0
+
+
+def parts_of(ranks: Sequence[RankSummary]) -> list[str]:
+    """Return the parts of a step that are worth showing: those that are not next to nothing on all of these ranks."""
+    return [part.name for part in fields(Split) if any(rank.share(part.name) >= 0.0005 for rank in ranks)]
 
 
 @dataclass(frozen=True)

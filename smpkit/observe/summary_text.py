@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Final
 
 from smpkit.config.words import duration
-from smpkit.observe.summary import Gain, RankSummary, RunSummary, Split
+from smpkit.observe.summary import Gain, RankSummary, RunSummary, parts_of
 from smpkit.units import amount, count, seconds
 
 _MAX_RANKS: Final = 8
 _WIDTH: Final = 71
 _INDENT: Final = " " * 8
-_PARTS: Final = tuple(field.name for field in fields(Split))
-_HIDDEN_SHARE: Final = 0.0005
-"""A part of the step below this is not shown where all ranks are below it."""
 
 
 def block(summary: RunSummary) -> list[str]:
@@ -68,14 +64,14 @@ def gained(gain: Gain) -> str:
 def _time(summary: RunSummary) -> Iterator[str]:
     """Yield where the time of a step went: in a line for one rank, in a table for more."""
     shown = _chosen(summary.ranks)
-    parts = [part for part in _PARTS if any(_share(rank, part) >= _HIDDEN_SHARE for rank in shown)]
+    parts = parts_of(shown)
     if not parts:
         return
     if len(summary.ranks) == 1:
-        yield from _folded("time    ", [f"{part} {_share(shown[0], part):.1%}" for part in parts])
+        yield from _folded("time    ", [f"{part} {shown[0].share(part):.1%}" for part in parts])
         return
     rows = [["rank", *parts]]
-    rows += [[str(rank.rank), *(f"{_share(rank, part):.1%}" for part in parts)] for rank in shown]
+    rows += [[str(rank.rank), *(f"{rank.share(part):.1%}" for part in parts)] for rank in shown]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for index, row in enumerate(rows):
         cells = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -94,11 +90,6 @@ def _chosen(ranks: Sequence[RankSummary]) -> list[RankSummary]:
         max(ranks, key=lambda each: each.split.bubble + each.split.communication + each.split.stall),
     )
     return sorted({each.rank: each for each in most}.values(), key=lambda each: each.rank)
-
-
-def _share(rank: RankSummary, part: str) -> float:
-    total = rank.split.total
-    return float(getattr(rank.split, part)) / total if total else 0.0
 
 
 def _memory(summary: RunSummary) -> str:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Final
 
 from smpkit.config.modelparallel import ModelParallelConfig, Pipeline
-from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_ranks, shares_of
+from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_rank, shares_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.optimizers import OPTIMIZERS
@@ -190,7 +190,6 @@ def _memory(
     Args:
         live: by stage, how many microbatches it holds at its peak.
     """
-    half = "float16" if config.fp16 else "bfloat16" if config.bf16 else None
     stages = []
     for stage in range(assignment.num_partitions):
         shares = shares_of(
@@ -200,19 +199,24 @@ def _memory(
             sharding_degree=config.sharded_data_parallel_degree,
         )
         memories = [
-            memory_of_ranks(
+            memory_of_rank(
                 model,
                 assignment,
-                live_microbatches=live,
+                stage,
+                live_microbatches=live[stage],
                 states_per_parameter=OPTIMIZERS[optimizer],
                 replicated=config.ddp and mesh.dp_size > 1,
-                offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
                 share=share,
+                offloaded=(forecasts[stage].device_bytes, forecasts[stage].host_bytes) if forecasts else None,
                 persistent=config.sdp_param_persistence_threshold,
-                half=half,
-                only=stage,
-            )[0]
+                half=half_of(config),
+            )
             for share in shares
         ]
         stages.append(max(memories, key=lambda memory: memory.total_bytes))
     return tuple(stages)
+
+
+def half_of(config: ModelParallelConfig) -> str | None:
+    """Return the half precision that a job computes in."""
+    return "float16" if config.fp16 else "bfloat16" if config.bf16 else None

@@ -150,77 +150,68 @@ class RankMemory:
         return self.static_bytes - self.gathered_bytes + max(passing, self.masters_bytes)
 
 
-def memory_of_ranks(
+def memory_of_rank(
     model: ModelFacts,
     assignment: Assignment,
+    rank: int,
     *,
-    live_microbatches: Sequence[float],
+    live_microbatches: float,
     states_per_parameter: int,
     replicated: bool,
-    offloaded: Sequence[tuple[int, int]] = (),
-    share: Share | None = None,
+    share: Share,
+    offloaded: tuple[int, int] | None = None,
     persistent: int = 0,
     half: str | None = None,
-    only: int | None = None,
-) -> tuple[RankMemory, ...]:
-    """Return the memory of each pipeline rank at its peak.
+) -> RankMemory:
+    """Return the memory of a pipeline rank at its peak.
 
     Args:
-        live_microbatches: for each rank, how many microbatches it holds at a time; a chunk of one is a part.
+        live_microbatches: how many it holds at a time; a chunk of one is a part.
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
-        offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
-            and on its host; empty: all of them stay on the device.
-        share: which of the ranks that hold a partition; None: there is one, or they hold the same.
+        share: which of the ranks that hold the partition.
+        offloaded: with activation offloading, the most bytes of checkpointed layers' inputs on its device and on its
+            host; None: all of them stay on the device.
         persistent: with sharded data parallelism, blocks of fewer elements stay gathered.
         half: the dtype that the job computes in, where that is half precision: trained weights of this dtype have
             float32 masters. With sharded data parallelism what is gathered has it, and what is divided are the masters.
-        only: the pipeline rank that is asked for; None: all of them.
     """
-    share = share or Share()
     pieces_reduced = replicated and (share.rdp_size > 1 or share.dp_size == 1)
     places = assignment.partition_of
     held = [
-        {*model.loose}.union(*(unit.tensors for unit in model.units if places[unit.cost.name] == rank))
-        for rank in range(assignment.num_partitions)
+        {*model.loose}.union(*(unit.tensors for unit in model.units if places[unit.cost.name] == place))
+        for place in range(assignment.num_partitions)
     ]
     num_holders = Counter(name for names in held for name in names)
     alone = {name for name in model.tensors if num_holders[name] == 1}
-    memories = []
-    for rank, names in enumerate(held):
-        if only not in (None, rank):
-            continue
-        whole = {name: _piece_of(model.tensors[name], share) for name in sorted(names)}
-        tensors = [_part_of(tensor, share) for tensor in whole.values()]
-        trained = [tensor for tensor in tensors if tensor.trainable]
-        updated = _updated(trained, share, names - alone, half, states_per_parameter)
-        masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
-        alike = [tensor for tensor in updated if tensor.dtype != half]
-        reduced = [
-            tensor
-            for tensor in trained
-            if (pieces_reduced if tensor.over_replicas else replicated) or tensor.name not in alone
-        ]
-        costs = [unit.cost for unit in model.units if places[unit.cost.name] == rank]
-        boundary = sum(cost.boundary_bytes for cost in costs)
-        on_device, on_host = offloaded[rank] if offloaded else (round(boundary * live_microbatches[rank]), 0)
-        other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches[rank])
-        activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
-        memories.append(
-            RankMemory(
-                num_parameters=sum(tensor.num_elements for tensor in tensors),
-                dtypes=_by_dtype(tensors),
-                parameters_bytes=_bytes(tensors),
-                gradients_bytes=_bytes(trained),
-                reduction_bytes=_bytes(reduced),
-                optimizer_bytes=states_per_parameter * _bytes([*masters, *alike]),
-                activations_bytes=activation if model.traced else None,
-                boundaries_bytes=on_device,
-                host_bytes=on_host,
-                gathered_bytes=_gathered_bytes(whole, model.blocks, share, persistent, half=half is not None),
-                masters_bytes=_bytes(masters),
-            )
-        )
-    return tuple(memories)
+    whole = {name: _piece_of(model.tensors[name], share) for name in sorted(held[rank])}
+    tensors = [_part_of(tensor, share) for tensor in whole.values()]
+    trained = [tensor for tensor in tensors if tensor.trainable]
+    updated = _updated(trained, share, held[rank] - alone, half, states_per_parameter)
+    masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
+    alike = [tensor for tensor in updated if tensor.dtype != half]
+    reduced = [
+        tensor
+        for tensor in trained
+        if (pieces_reduced if tensor.over_replicas else replicated) or tensor.name not in alone
+    ]
+    costs = [unit.cost for unit in model.units if places[unit.cost.name] == rank]
+    boundary = sum(cost.boundary_bytes for cost in costs)
+    on_device, on_host = offloaded or (round(boundary * live_microbatches), 0)
+    other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches)
+    activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
+    return RankMemory(
+        num_parameters=sum(tensor.num_elements for tensor in tensors),
+        dtypes=_by_dtype(tensors),
+        parameters_bytes=_bytes(tensors),
+        gradients_bytes=_bytes(trained),
+        reduction_bytes=_bytes(reduced),
+        optimizer_bytes=states_per_parameter * _bytes([*masters, *alike]),
+        activations_bytes=activation if model.traced else None,
+        boundaries_bytes=on_device,
+        host_bytes=on_host,
+        gathered_bytes=_gathered_bytes(whole, model.blocks, share, persistent, half=half is not None),
+        masters_bytes=_bytes(masters),
+    )
 
 
 def _bytes(tensors: Iterable[TensorFacts]) -> int:

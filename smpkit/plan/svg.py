@@ -12,8 +12,7 @@ reader's choice of light or dark, so it stands on any page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 from xml.sax.saxutils import escape
 
@@ -41,29 +40,21 @@ _STYLE: Final = """\
 text{font:11px system-ui,sans-serif}.l{font-size:10px;text-anchor:middle}"""
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A timeline and the line above it."""
-
-    title: str
-    timeline: Timeline
-
-
-def svg(drawings: Sequence[Drawing]) -> str:
-    """Return an SVG of at least one drawing, below each other and to the scale of the longest."""
-    longest = max(each.timeline.makespan_seconds for each in drawings)
+def svg(drawings: Mapping[str, Timeline]) -> str:
+    """Return an SVG of at least one timeline, by the line above each: below each other, to the scale of the longest."""
+    longest = max(timeline.makespan_seconds for timeline in drawings.values())
     scale = (_WIDTH - _LEFT - _RIGHT) / longest if longest else 0.0
     body: list[str] = []
     top = 4.0
-    for each in drawings:
-        body += _timeline(each, top, scale)
-        top += _TITLE + len(each.timeline.spans) * (_ROW + _GAP) + 4
-    body += _legend([each.timeline for each in drawings], top)
+    for title, timeline in drawings.items():
+        body += _timeline(title, timeline, top, scale)
+        top += _TITLE + len(timeline.spans) * (_ROW + _GAP) + 4
+    body += _legend(drawings.values(), top)
     height = top + _LEGEND + _BOTTOM
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" role="img">',
-            f"<title>{escape('; '.join(each.title for each in drawings))}</title>",
+            f"<title>{escape('; '.join(drawings))}</title>",
             f"<style>{_STYLE}</style>",
             f'<rect class="bg" x=".5" y=".5" width="{_WIDTH - 1}" height="{height - 1:g}" rx="6"/>',
             *body,
@@ -73,9 +64,9 @@ def svg(drawings: Sequence[Drawing]) -> str:
     )
 
 
-def _timeline(drawing: Drawing, top: float, scale: float) -> Iterator[str]:
-    yield f'<text class="t" x="10" y="{top + 14:g}">{escape(drawing.title)}</text>'
-    for stage, spans in enumerate(drawing.timeline.spans):
+def _timeline(title: str, timeline: Timeline, top: float, scale: float) -> Iterator[str]:
+    yield f'<text class="t" x="10" y="{top + 14:g}">{escape(title)}</text>'
+    for stage, spans in enumerate(timeline.spans):
         y = top + _TITLE + stage * (_ROW + _GAP)
         yield f'<text class="n" x="10" y="{y + 14:g}">stage {stage}</text>'
         yield f'<rect class="row" x="{_LEFT}" y="{y:g}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_ROW}"/>'
@@ -94,7 +85,7 @@ def _box(span: ActionInterval, y: float, scale: float) -> Iterator[str]:
             return
 
 
-def _legend(timelines: Sequence[Timeline], top: float) -> Iterator[str]:
+def _legend(timelines: Iterable[Timeline], top: float) -> Iterator[str]:
     seen = {span.action.kind for timeline in timelines for row in timeline.spans for span in row}
     x = float(_LEFT)
     for kind in [kind for kind in Kind if kind in seen]:

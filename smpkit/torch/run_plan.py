@@ -21,14 +21,14 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import PLAN, RUN_DIR
 from smpkit.observe.summary import KindBytes
-from smpkit.plan.decide import Plan, decide
+from smpkit.plan.decide import Plan, decide, half_of
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.speed import Speed
 from smpkit.plan.tune.calibration import CALIBRATION, measured_flops
 from smpkit.plan.tune.instances import published_flops
-from smpkit.plan.tune.predict import as_divided, half_of
+from smpkit.plan.tune.predict import as_divided
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.placement.facts import model_facts

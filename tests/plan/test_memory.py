@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from smpkit.plan.memory import ModelFacts, RankMemory, Share, TensorFacts, UnitFacts, memory_of_ranks
+from smpkit.plan.memory import ModelFacts, RankMemory, Share, TensorFacts, UnitFacts, memory_of_rank
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import assign
@@ -31,15 +31,11 @@ def model(*, traced: bool = True) -> ModelFacts:
     return ModelFacts("Net", units, {each.name: each for each in tensors}, ("scale",), traced)
 
 
-def memory(places: dict[str, int], *, traced: bool = True, replicated: bool = False) -> tuple[RankMemory, ...]:
+def memory(places: dict[str, int], *, traced: bool = True, replicated: bool = False) -> list[RankMemory]:
     facts = model(traced=traced)
-    return memory_of_ranks(
-        facts,
-        assign(facts.costs, 2, places, 0),
-        live_microbatches=(3, 1),
-        states_per_parameter=2,
-        replicated=replicated,
-    )
+    assignment = assign(facts.costs, 2, places, 0)
+    options = {"states_per_parameter": 2, "replicated": replicated, "share": Share()}
+    return [memory_of_rank(facts, assignment, rank, live_microbatches=3 - 2 * rank, **options) for rank in (0, 1)]  # type: ignore[arg-type]
 
 
 APART = {"embed": 0, "block": 0, "head": 1}
@@ -58,12 +54,14 @@ def test_every_kind_is_counted() -> None:
 
 def test_half_precision_has_masters_and_their_gradients_only_in_a_step() -> None:
     facts = model(traced=False)
-    (first,) = memory_of_ranks(
+    first = memory_of_rank(
         facts,
         assign(facts.costs, 1, {}, 0),
-        live_microbatches=(1,),
+        0,
+        live_microbatches=1,
         states_per_parameter=2,
         replicated=False,
+        share=Share(),
         half="bfloat16",
     )
     assert first.masters_bytes == 4 * 50
@@ -126,8 +124,7 @@ def test_parts_over_replicas_are_padded_and_two_blocks_are_gathered_at_a_time() 
     facts = ModelFacts("Net", units, tensors, (), traced=False, blocks=(("a",), ("b",), ("c",)))
     one = assign(facts.costs, 1, {}, 0)
     share = Share(dp_size=2, rdp_size=2, sharding_degree=2)
-    options = {"live_microbatches": (1,), "states_per_parameter": 2, "replicated": True}
-    (rank,) = memory_of_ranks(facts, one, share=share, **options)  # type: ignore[arg-type]
+    rank = memory_of_rank(facts, one, 0, live_microbatches=1, states_per_parameter=2, replicated=True, share=share)
     assert rank.parameters_bytes == 3 * 4 * 30  # three rows of five
     assert rank.gathered_bytes == 2 * 200
 
@@ -136,7 +133,9 @@ def test_states_of_what_two_pipeline_ranks_hold_are_on_both() -> None:
     facts = model(traced=False)
     places = assign(facts.costs, 2, APART, 0)
     share = Share(dp_size=2, rdp_size=2, positions=((0, 0), (1, 1)))
-    options = {"live_microbatches": (1, 1), "states_per_parameter": 2, "replicated": True}
-    first, last = memory_of_ranks(facts, places, share=share, **options)  # type: ignore[arg-type]
+    first, last = (
+        memory_of_rank(facts, places, rank, live_microbatches=1, states_per_parameter=2, replicated=True, share=share)
+        for rank in (0, 1)
+    )
     assert first.optimizer_bytes == 2 * (400 + 28 + 100)
     assert last.optimizer_bytes == 2 * (400 + 28)

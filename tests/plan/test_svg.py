@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from smpkit.plan.schedule.simulate import Timeline, simulate
-from smpkit.plan.svg import Drawing, svg
+from smpkit.plan.svg import svg
 from tests.observe.logs import COSTS, chain
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -29,7 +29,7 @@ def timeline() -> Timeline:
 
 
 def test_every_action_is_a_box_at_its_time(timeline: Timeline) -> None:
-    drawn = boxes(svg([Drawing("planned", timeline)]))
+    drawn = boxes(svg({"planned": timeline}))
     spans = [span for row in timeline.spans for span in row]
     assert [name for name, *_ in drawn] == [str(span.action) for span in spans]
     scale = (400 - 56 - 8) / timeline.makespan_seconds
@@ -39,7 +39,7 @@ def test_every_action_is_a_box_at_its_time(timeline: Timeline) -> None:
 
 
 def test_stages_are_below_each_other_and_nothing_leaves_the_picture(timeline: Timeline) -> None:
-    picture = svg([Drawing("planned", timeline), Drawing("executed", timeline)])
+    picture = svg({"planned": timeline, "executed": timeline})
     rows = list(dict.fromkeys(y for _, _, y, _ in boxes(picture)))
     assert rows == sorted(rows)
     assert len(rows) == 4
@@ -50,17 +50,14 @@ def test_stages_are_below_each_other_and_nothing_leaves_the_picture(timeline: Ti
 
 def test_several_are_drawn_to_one_scale(timeline: Timeline) -> None:
     slower = simulate(chain(2, 8), COSTS)
-    drawn = boxes(svg([Drawing("planned", timeline), Drawing("executed", slower)]))
+    drawn = boxes(svg({"planned": timeline, "executed": slower}))
     widths = {width for name, _, _, width in drawn if name == "F0"}
     assert len(widths) == 1
 
 
 def test_a_narrow_box_has_the_microbatch_only_or_nothing() -> None:
     texts = {
-        count: [
-            each.text
-            for each in ET.fromstring(svg([Drawing("x", simulate(chain(2, count), COSTS))])).iter(f"{_SVG}text")
-        ]
+        count: [each.text for each in ET.fromstring(svg({"x": simulate(chain(2, count), COSTS)})).iter(f"{_SVG}text")]
         for count in (4, 16, 64)
     }
     assert "F0" in texts[4]
@@ -70,10 +67,10 @@ def test_a_narrow_box_has_the_microbatch_only_or_nothing() -> None:
 
 
 def test_a_title_is_text(timeline: Timeline) -> None:
-    picture = ET.fromstring(svg([Drawing("a < b & c", timeline)]))
+    picture = ET.fromstring(svg({"a < b & c": timeline}))
     assert picture.findtext(f"{_SVG}text") == "a < b & c"
     assert picture.findtext(f"{_SVG}title") == "a < b & c"
 
 
 def test_light_and_dark_have_their_colours(timeline: Timeline) -> None:
-    assert "@media (prefers-color-scheme:dark)" in svg([Drawing("x", timeline)])
+    assert "@media (prefers-color-scheme:dark)" in svg({"x": timeline})

@@ -9,10 +9,9 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cache
-from importlib import metadata
 from importlib.resources import files
 from statistics import median
 from typing import Any, Final
@@ -22,14 +21,14 @@ from markupsafe import Markup
 
 from smpkit.config.words import duration
 from smpkit.observe.report.data import DEVICE_KINDS, Content, first_last_and_busiest
-from smpkit.observe.summary import RankSummary, Split
+from smpkit.observe.summary import RankSummary, parts_of
 from smpkit.observe.summary_text import gained
 from smpkit.units import amount, count, seconds
+from smpkit.version import __version__
 
 _SCRIPTS: Final = ("uplot.js", "schedule.js", "charts.js")
 _STYLES: Final = ("uplot.css", "report.css")
 _KINDS: Final = (*DEVICE_KINDS, "offloaded")
-_PARTS: Final = tuple(field.name for field in fields(Split))
 _NOTHING: Final = "–"
 _PARAMETERS: Final = "distribution.smdistributed.modelparallel.parameters."
 _ALWAYS_DIFFERENT: Final = ("started", "command")
@@ -56,7 +55,7 @@ def page(contents: Sequence[Content]) -> str:
         data=_data(runs),
         scripts=[_asset(name) for name in _SCRIPTS],
         style="\n".join(map(_asset, _STYLES)),
-        version=_version(),
+        version=__version__,
     )
 
 
@@ -83,7 +82,7 @@ class _RunView:
         self.reason = "" if summary is None else summary.exit_reason
         self.ranks: Sequence[RankSummary] = () if summary is None else summary.ranks
         self.splits = self._chosen(lambda rank: rank.split.compute) if any(r.split.total for r in self.ranks) else []
-        self.parts = [part for part in _PARTS if any(_share(rank, part) >= 5e-4 for rank in self.splits)]
+        self.parts = parts_of(self.splits)
         held = [rank.most_bytes for rank in self.ranks]
         self.peaks = self._chosen(lambda rank: rank.most_bytes) if any(held) else []
         self.kinds = [kind for kind in _KINDS if any(getattr(rank.peak, kind) for rank in self.peaks)]
@@ -155,10 +154,6 @@ class _RunView:
             text = "not finite" if last is None else f"{last:.4g}"
             is_finite = first is not None and last is not None
             yield curve.name, _Figure(last, text, f"began at {first:.4g}" if is_finite else curve.broken)
-
-
-def _share(rank: RankSummary, part: str) -> float:
-    return float(getattr(rank.split, part)) / rank.split.total if rank.split.total else 0.0
 
 
 def _left_out(shown: Sequence[object], num_ranks: int) -> str:
@@ -259,7 +254,7 @@ def _template() -> jinja2.Template:
         percent=lambda share: f"{share:.0%}",
         policy=_policy,
         seconds=seconds,
-        share=_share,
+        share=RankSummary.share,
         tenths=lambda idle: f"{1e3 * idle:.1f}" if idle >= 5e-5 else _NOTHING,
         time=lambda when: f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M %Z}",
     )
@@ -274,10 +269,3 @@ def _asset(name: str) -> str:
 def _policy(text: str) -> str:
     """Return how a policy names a script or style that it allows."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("smpkit")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "of a checkout"

@@ -84,11 +84,6 @@ class Timeline:
             seconds[cause] = sum(stall.end_seconds - stall.start_seconds for stall in stalls)
         return seconds
 
-    @property
-    def peak_live_microbatches(self) -> tuple[int, ...]:
-        """The most microbatches that are live at a time on each rank."""
-        return self.schedule.peak_live_microbatches
-
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run a schedule in simulated time; raise ScheduleError if it deadlocks."""

@@ -156,7 +156,7 @@ def this_machine() -> Identity:
         host=platform.node() or "unknown",
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=_host_memory(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         device=device,
         devices=devices,
         device_memory_bytes=device_memory,
@@ -171,13 +171,6 @@ def _processor() -> str:
     except OSError:
         match = None
     return match[1].strip() if match else platform.processor() or platform.machine() or "unknown"
-
-
-def _host_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 1
 
 
 def _accelerators() -> tuple[str, int, int]:

@@ -353,9 +353,6 @@ class LoneEngine:
     rules: Rules = ON_A_GPU_ALONE
 
 
-ON_A_GPU: Final = LoneEngine()
-
-
 def seconds_of(
     layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: ChainLimits, engine: LoneEngine
 ) -> float:
@@ -392,9 +389,7 @@ def _groups(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[fl
     return before, groups
 
 
-def choose_by_simulation(
-    layers: Sequence[ChainLayer], limits: ChainLimits, engine: LoneEngine = ON_A_GPU
-) -> ChainChoice | None:
+def choose_by_simulation(layers: Sequence[ChainLayer], limits: ChainLimits, engine: LoneEngine) -> ChainChoice | None:
     """Return the fastest of the candidates that fit, by the simulated engine; None: nothing fits.
 
     Limits are those of one process: `overlaps` is False, and `live` is 1.

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
-from smpkit.plan.decide import Plan, decide
+from smpkit.plan.decide import Plan, decide, half_of
 from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
@@ -159,11 +159,6 @@ def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
     stage, memory = max(enumerate(plan.memory), key=lambda pair: pair[1].total_bytes)
     missing = memory.total_bytes - room[0]
     return RuledOut("memory", f"stage {stage} needs {amount(memory.total_bytes)}", max(0, missing))
-
-
-def half_of(config: ModelParallelConfig) -> str | None:
-    """Return the half precision that a job computes in."""
-    return "float16" if config.fp16 else "bfloat16" if config.bf16 else None
 
 
 def as_divided(model: ModelFacts, config: ModelParallelConfig) -> ModelFacts:
@@ -349,7 +344,7 @@ def _live(config: ModelParallelConfig, plan: Plan, stage: int) -> float:
     if config.virtual_pipeline_degree == 1:
         # The peak of a split backward is more than of whole microbatches: see `peaks`.
         splits = 1.0 + plan.timeline.schedule.splits_backward
-        return min(plan.timeline.peak_live_microbatches[stage] * splits, 2.0 * config.microbatches)
+        return min(plan.timeline.schedule.peak_live_microbatches[stage] * splits, 2.0 * config.microbatches)
     return plan.timeline.schedule.peak_live_segments[stage] / config.virtual_pipeline_degree
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from smpkit.plan.memory import ModelFacts, UnitFacts, memory_of_ranks
+from smpkit.plan.memory import ModelFacts, Share, UnitFacts, memory_of_rank
 from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.partition.assignment import Assignment, UnitCost
@@ -92,19 +92,24 @@ def test_layers_are_those_of_the_segments() -> None:
 
 @pytest.mark.parametrize(
     ("offloaded", "boundaries"),
-    [((), [(6000, 0), (3000, 0)]), ([(3000, 6000), (1000, 2000)], [(3000, 6000), (1000, 2000)])],
+    [((None, None), [(6000, 0), (3000, 0)]), ([(3000, 6000), (1000, 2000)], [(3000, 6000), (1000, 2000)])],
 )
 def test_memory_of_a_rank_counts_boundaries_and_one_recomputation(
-    offloaded: list[tuple[int, int]], boundaries: list[tuple[int, int]]
+    offloaded: list[tuple[int, int] | None], boundaries: list[tuple[int, int]]
 ) -> None:
-    held = memory_of_ranks(
-        _MODEL,
-        _assignment([0, 0, 0, 1, 1, 1]),
-        live_microbatches=(2, 1),
-        states_per_parameter=0,
-        replicated=False,
-        offloaded=offloaded,
-    )
+    held = [
+        memory_of_rank(
+            _MODEL,
+            _assignment([0, 0, 0, 1, 1, 1]),
+            rank,
+            live_microbatches=2 - rank,
+            states_per_parameter=0,
+            replicated=False,
+            share=Share(),
+            offloaded=offloaded[rank],
+        )
+        for rank in (0, 1)
+    ]
     assert [(rank.boundaries_bytes, rank.host_bytes) for rank in held] == boundaries
     rest = [6 * 200 + 7000, 3 * 200 + 7000]
     assert [rank.activations_bytes for rank in held] == [a + b for a, (b, _) in zip(rest, boundaries, strict=True)]

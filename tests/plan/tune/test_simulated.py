@@ -11,7 +11,6 @@ import pytest
 
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.tune.chain import (
-    ON_A_GPU,
     ChainLayer,
     ChainLimits,
     Choice,
@@ -42,7 +41,7 @@ def test_compute_is_a_bound_of_the_simulated_time() -> None:
         ]
         within = limits(1e9, source.choice([0.1, 1.0, 3.0]))
         choices = tuple(source.choice([*Choice]) for _ in layers)
-        simulated = seconds_of(layers, choices, within, ON_A_GPU)
+        simulated = seconds_of(layers, choices, within, LoneEngine())
         assert simulated >= cost_of(layers, choices, replace(within, link=FREE)).seconds * (1 - 1e-9)
 
 
@@ -50,13 +49,13 @@ def test_compute_is_a_bound_of_the_simulated_time() -> None:
 @pytest.mark.parametrize("device", [220, 330, 700])
 def test_brute_force_finds_nothing_better_for_layers_that_are_alike(forwards: float, device: float) -> None:
     layers, within = [ALIKE] * 6, limits(device, forwards)
-    found = choose_by_simulation(layers, within)
+    found = choose_by_simulation(layers, within, LoneEngine())
     fitting = [each for each in itertools.product(Choice, repeat=6) if cost_of(layers, each, within).fits(within)]
     assert (found is None) == (not fitting)
     if found is not None:
-        best = min(seconds_of(layers, each, within, ON_A_GPU) for each in fitting)
+        best = min(seconds_of(layers, each, within, LoneEngine()) for each in fitting)
         assert found.cost.seconds == pytest.approx(best)
-        assert found.cost.seconds == pytest.approx(seconds_of(layers, found.choices, within, ON_A_GPU))
+        assert found.cost.seconds == pytest.approx(seconds_of(layers, found.choices, within, LoneEngine()))
         bound = choose(layers, replace(within, link=FREE))
         assert bound is not None
         assert found.cost.seconds * (1 - found.gap) == pytest.approx(bound.cost.seconds)
@@ -73,7 +72,7 @@ def test_over_a_slow_link_it_copies_less_than_sums_would() -> None:
 
 def test_a_layer_that_may_not_be_kept_is_not() -> None:
     layers = [ChainLayer(1.0, 2.0, 160, 10, may_keep=False)] * 4
-    found = choose_by_simulation(layers, limits(1e9, 0.1))
+    found = choose_by_simulation(layers, limits(1e9, 0.1), LoneEngine())
     assert found is not None
     assert KEEP not in found.choices
     assert choose([ChainLayer(1.0, 2.0, 160, 0, may_keep=False)], limits(1e9, 0.1)) is not None  # cannot be recomputed

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import smpkit.torch as smp
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.memory import memory_of_ranks, shares_of
+from smpkit.plan.memory import memory_of_rank, shares_of
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.partition.search import partition
 from smpkit.torch.describe import describe
@@ -96,15 +96,16 @@ def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, 
             if share.positions:  # the states that this rank keeps
                 own = mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)
                 share = replace(share, positions=(own,))
-            memory = memory_of_ranks(
+            memory = memory_of_rank(
                 model,
                 assignment,
-                live_microbatches=[1.0] * cfg.pipeline_parallel_degree,
+                stage,
+                live_microbatches=1.0,
                 states_per_parameter=2,
                 replicated=True,
                 share=share,
                 half="float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else None,
-            )[stage]
+            )
             result[rank] = (memory.parameters_bytes, memory.masters_bytes, memory.optimizer_bytes)
     return result
 
