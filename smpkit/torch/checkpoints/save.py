@@ -20,7 +20,7 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -270,10 +270,11 @@ class _Save:
             raise
 
     @contextlib.contextmanager
-    def naming_other_jobs(self) -> Any:
-        """Say what it means that a file is not there which this save has just written."""
+    def writing(self, what: object) -> Iterator[None]:
+        """Raise CheckpointError for what cannot be written, and say what it means that this save's files are gone."""
         try:
-            yield
+            with files.as_checkpoint_error(f"{what} cannot be written"):
+                yield
         except CheckpointError as error:
             if not isinstance(error.__cause__ or error.__context__, FileNotFoundError):
                 raise
@@ -343,7 +344,7 @@ class _Save:
         """Make the checkpoint visible on this rank's file system."""
         if not self.publishes:
             return
-        with self.naming_other_jobs(), files.as_checkpoint_error(f"{self.path / self.name} cannot be written"):
+        with self.writing(self.path / self.name):
             if self.partial:
                 files.publish_folder(self.staged, self.path / self.name, index)
                 return
@@ -361,7 +362,7 @@ class _Save:
         """Write `newest`, and only then remove old checkpoints."""
         if not self.publishes:
             return
-        with self.naming_other_jobs(), files.as_checkpoint_error(f"{self.path / files.NEWEST} cannot be written"):
+        with self.writing(self.path / files.NEWEST):
             files.atomic_write(self.path / files.NEWEST, lambda file: file.write(f"{self.name}\n".encode()))
         if not self.partial or self.kept is None:
             return
@@ -403,7 +404,7 @@ def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
     save.make_folder(part)
     written = {}
     for name, content in part.contents.items():
-        with save.naming_other_jobs(), files.as_checkpoint_error(f"{name} cannot be written"):
+        with save.writing(name):
             size, crc = files.fsync_write(save.staged / name, content, go_on)
         if name.startswith(USER_CONTENT):
             read_file(save.staged / name, "cpu")  # whoever resumes must be able to

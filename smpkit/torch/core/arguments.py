@@ -33,6 +33,7 @@ def check_num_bytes(name: str, value: object, *, of_none: str) -> None:
 
 
 def check_positive(name: str, value: object, unit: str, *, hint: str) -> None:
+    """Raise UsageError unless a value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:  # NaN is in no range
         raise UsageError(f"{name} is {value!r}; it must be a number of {unit} above 0", hint=hint)
 

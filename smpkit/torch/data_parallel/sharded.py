@@ -303,8 +303,8 @@ def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement], seed: int
     for each in parts:
         value = each.parameter.data.to(state.device).contiguous()  # which `fully_shard` requires
         # Parts stay in float32 and are their own master weights; `fully_shard` casts a block when it gathers it.
-        other = value.dtype in (torch.float16, torch.bfloat16, torch.float64) and _precision().param_dtype is not None
-        each.parameter.data = value.float() if other else value
+        is_cast = value.dtype in (torch.float16, torch.bfloat16, torch.float64) and _precision().param_dtype is not None
+        each.parameter.data = value.float() if is_cast else value
     broadcast_parameters(parts)
 
 

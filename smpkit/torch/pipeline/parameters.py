@@ -210,6 +210,7 @@ def mark_nonresident_parameters(placement: Placement) -> None:
             _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
     # Torch's own setter does not ask the class of the value, and would take the NaN that stand for its numbers.
     nn.Parameter.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+    state.reset_hooks.append(lambda: setattr(nn.Parameter, "data", _DATA))
 
 
 _DATA: Final[Any] = T.data
