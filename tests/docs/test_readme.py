@@ -67,7 +67,7 @@ def test_the_script_trains_as_before_over_two_ranks(tmp_path: Path) -> None:
     for words in (["init"], ["plan", "job.yaml"]):
         run(tmp_path, sys.executable, "-m", "smpkit", *words)
     assert loss_of(run(tmp_path, sys.executable, "-m", "smpkit", "run", "job.yaml")) == loss_of(plain)
-    [told] = re.findall(r"With torchrun.*?`(smp\.init\(.*?\))`", INDEX.read_text(encoding="utf-8"))
+    [told] = re.findall(r"The degrees go into the script: `(smp\.init\(.*?\))`", INDEX.read_text(encoding="utf-8"))
     (tmp_path / "train.py").write_text(script("+").replace("smp.init()", told), encoding="utf-8")
     assert loss_of(
         run(tmp_path, sys.executable, "-m", "torch.distributed.run", *commands(INDEX, "torchrun")[1:])
