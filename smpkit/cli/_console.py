@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -164,6 +165,18 @@ def table(rows: Sequence[Sequence[str]], columns: int) -> Iterator[str]:
             cells = [row[i].rjust(widths[i]) for i in range(first, last)]
             yield (" " * gap).join([row[0].ljust(widths[0]), *cells]).rstrip()
         first = last
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print what `--json` gives: data classes by their fields, times and paths as text, infinity and NaN as strings."""
+    from pydantic_core import to_jsonable_python
+
+    # Not pydantic's `to_json`: names of files may hold what UTF-8 cannot, which `dumps` escapes.
+    text = json.dumps(to_jsonable_python(value))
+    click.echo(json.dumps(json.loads(text, parse_constant=str), indent=indent))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,7 +48,7 @@ def run(
     world = _world_of_degrees(degrees, overrides) if file is None else world_of(file, [*overrides, *asked.sizes])
     planned = _planned(_sized(world, asked), asked)
     if as_json:
-        click.echo(json.dumps(as_plain(planned), indent=2))
+        _console.print_json(as_plain(planned))
     else:
         click.echo("\n".join(_report(planned)))
         _advise(planned)

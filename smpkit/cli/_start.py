@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ def start(
     for note in plan.notes:
         console.note(f"note: {note}")
     if dry_run:
-        click.echo(json.dumps(plan.shown, indent=2) + "\n" if as_json else plan.text(), nl=False)
+        _console.print_json(plan.shown) if as_json else click.echo(plan.text(), nl=False)
         return 0
     console.note(announcement())
     job = Job(plan.name, backend)
@@ -69,7 +68,7 @@ def start(
         console.note(f"\n`{job.name}` was being started, and may have been")
         console.hint(f"`smpkit status {job.name}` tells, `smpkit stop {job.name}` stops it")
         raise
-    click.echo(json.dumps(result, indent=2) if as_json else job.name)
+    _console.print_json(result) if as_json else click.echo(job.name)
     if follow:
         return follow_job(job)
     if wait:

@@ -73,7 +73,7 @@ def run(
     given = world.parameters.given()
     result = search(job, given, budget_seconds=seconds)
     if as_json:
-        click.echo(json.dumps(_as_plain(world.name, job, result, given, top), indent=2))
+        _console.print_json(_as_plain(world.name, job, result, given, top))
     else:
         click.echo("\n".join(_report(world.name, job, result, given, top)))
     if not result.best:

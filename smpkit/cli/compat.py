@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -82,7 +81,7 @@ def _check(paths: Sequence[str], *, as_json: bool) -> int:
     findings = check([Path(path) for path in paths])
     problems = sum(not finding.optional for finding in findings)
     if as_json:
-        click.echo(json.dumps({"can_run": not problems, "findings": [*map(asdict, findings)]}, indent=2))
+        _console.print_json({"can_run": not problems, "findings": findings})
         return min(problems, 1)
     for finding in findings:
         optional = " (where the script gets there)" if finding.optional else ""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -40,8 +38,10 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
     if report:
         refuse(("file", "write", *ACCESS), "beside `--report`, which is of this machine", "remove it")
         versions = _versions()
-        lines = [f"{name} {version}" for name, version in versions.items()]
-        click.echo(json.dumps(versions, indent=2) if as_json else "\n".join(lines))
+        if as_json:
+            _console.print_json(versions)
+        else:
+            click.echo("\n".join(f"{name} {version}" for name, version in versions.items()))
         return 0
     if file is None:
         refuse(("write",), "without a job file", "name the one whose results go there")
@@ -51,7 +51,7 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
         findings += chosen.open(job).check(job, write=write)
     problems = sum(finding.state == "problem" for finding in findings)
     if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        _console.print_json(findings)
         return int(problems > 0)
     for finding in findings:
         mark, color = _MARKS[finding.state]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import click
 
@@ -31,8 +30,7 @@ def jobs(
     opened = chosen.open()
     listed = list(opened.list(Query(status, name, since, limit)))
     if as_json:
-        plain = [{name: getattr(item, name) for name in _SHOWN} for item in listed]
-        click.echo(json.dumps(plain, indent=2, default=datetime.isoformat))
+        _console.print_json([{name: getattr(item, name) for name in _SHOWN} for item in listed])
         return
     if not listed:
         _console.current().note(f"no such jobs on {opened.title}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import time
@@ -75,7 +74,7 @@ def logs(
         why = "for a run on this machine, whose log is without times and hosts"
         refuse(("since", "hosts"), why, "use --tail or --rank")
         for line in _lines_of_run(run, ranks, grep, tail, follow=follow):
-            click.echo(_as_json(line) if as_json else coloured(line))
+            _print_json(line) if as_json else click.echo(coloured(line))
         return 0
     from smpkit_estimator.job import Job
 
@@ -116,8 +115,8 @@ def _print(lines: Iterable[LogLine | Notice], *, as_json: bool) -> None:
         if isinstance(line, Notice):
             (console.warn if line.warning else console.note)(coloured(line.text))
         elif as_json:
-            plain = {"time": line.time.isoformat(), "host": line.host, "rank": line.rank, "text": line.text}
-            click.echo(json.dumps(plain))
+            plain = {"time": line.time, "host": line.host, "rank": line.rank, "text": line.text}
+            _console.print_json(plain, indent=None)
         else:
             color = colors.setdefault(line.host, _HOST_COLORS[len(colors) % len(_HOST_COLORS)])
             click.echo(f"{click.style(line.host, fg=color)} {coloured(line.text)}")
@@ -193,9 +192,9 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
-def _as_json(line: str) -> str:
+def _print_json(line: str) -> None:
     rank, text = _rank_and_text(line)
-    return json.dumps({"rank": rank, "text": text})
+    _console.print_json({"rank": rank, "text": text}, indent=None)
 
 
 def _rank_and_text(line: str) -> tuple[int | None, str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +50,7 @@ def plan_offload_model(memory_gib: float | None, host_memory_gib: float | None, 
     """Show what a step of smpkit.OffloadModel takes and holds, on one device."""
     plan = _plan(memory_gib, host_memory_gib, options)
     if as_json:
-        click.echo(json.dumps(asdict(plan), indent=2))
+        _console.print_json(plan)
         return int(not all(plan.fits.values()))
     click.echo("\n".join(_report(plan, host_memory_gib)))
     console = _console.current()

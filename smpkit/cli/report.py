@@ -50,9 +50,7 @@ def report(
         opened = [_open(each, chosen, stack) for each in ((name,) if other is None else (name, other))]
         contents = [content_of(run) for run, _ in opened]
     if as_json:
-        from pydantic_core import to_json
-
-        click.echo(to_json(contents[0] if other is None else contents, indent=2, inf_nan_mode="strings"))
+        _console.print_json(contents[0] if other is None else contents)
         return
     for content in contents:
         if "events" in content.missing:  # who sends a report should know before

@@ -43,9 +43,7 @@ def runs(name: str | None, last: int, as_json: bool) -> None:
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
     entries = [(run, _summary(run), _last_values(run)) for run in chosen]
     if as_json:
-        from pydantic_core import to_json
-
-        click.echo(to_json([_plain(*each) for each in entries], indent=2, inf_nan_mode="strings"))
+        _console.print_json([_plain(*each) for each in entries])
     elif name is not None:
         click.echo("\n".join(_one(*entries[0])))
     elif entries:
@@ -74,7 +72,7 @@ def _last_values(run: Run) -> dict[str, float]:
 
 
 def _plain(run: Run, summary: RunSummary | None, values: dict[str, float]) -> dict[str, object]:
-    found = {"run": run.label, "folder": str(run.path), "name": run.name, "started": run.started.isoformat()}
+    found = {"run": run.label, "folder": run.path, "name": run.name, "started": run.started}
     return {**found, "values": values, "summary": summary}
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
+
+from smpkit.cli import _console
 
 
 @click.command()
@@ -16,4 +16,4 @@ def schema(kind: str) -> None:
     """
     from smpkit.config.schema import json_schema
 
-    click.echo(json.dumps(json_schema(kind), indent=2))
+    _console.print_json(json_schema(kind))

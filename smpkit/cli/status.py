@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from datetime import datetime
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import click
@@ -46,7 +44,7 @@ def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
         click.echo("\n".join(_lines(state)))
         _hint(state)
     elif not watch:
-        click.echo(_as_json(state, indent=2))
+        _print_json(state, indent=2)
     return 1 if watch and not state.succeeded else 0
 
 
@@ -71,10 +69,6 @@ def wait_for_job(job: Job) -> int:
 def _say_phase(state: JobStatus) -> None:
     if not state.over:
         _console.current().note(f"{duration(state.seconds):>9}  {state.phase}: {printable(state.message)}")
-
-
-def _print_json(state: JobStatus) -> None:
-    click.echo(_as_json(state))
 
 
 def show_end(state: JobStatus) -> int:
@@ -144,14 +138,14 @@ def _hint(state: JobStatus) -> None:
     _console.current().hint(printable(failure.hint) if failure.hint else f"`smpkit logs {state.name}{rank} --tail 50`")
 
 
-def _as_json(state: JobStatus, indent: int | None = None) -> str:
-    """Return all of a state as JSON: times in UTC, lengths in seconds."""
+def _print_json(state: JobStatus, indent: int | None = None) -> None:
+    """Print all of a state: times in UTC, lengths in seconds."""
     kinds = {machines.instance_type for machines in state.machines}
-    plain = {name: value for name, value in asdict(replace(state, raw={})).items() if name != "raw"} | {
+    plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "raw"} | {
         "instance_type": kinds.pop() if len(kinds) == 1 else None,
         "instance_count": state.instance_count,
         "over": state.over,
         "seconds": state.seconds,
         "interruptions": state.interruptions,
     }
-    return json.dumps(plain, indent=indent, default=datetime.isoformat)
+    _console.print_json(plain, indent=indent)

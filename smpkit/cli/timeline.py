@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +61,7 @@ def timeline(
     if as_json:
         mesh = {"pipeline": run.mesh.pp_size, "tensor": run.mesh.tp_size, "data": run.mesh.rdp_size}
         more = {"steps": run.steps, "mesh": mesh, "truncated_ranks": run.truncated}
-        click.echo(json.dumps({**executed.as_json(step), **more}, indent=2))
+        _console.print_json({**executed.as_json(step), **more})
     else:
         click.echo("\n".join(_report(run, step, pipeline)))
     if trace is not None:

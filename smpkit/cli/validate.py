@@ -34,14 +34,14 @@ def validate(file: Path, overrides: list[Override], as_json: bool, show_origin: 
     except ConfigError as error:
         if not as_json:
             raise
-        click.echo(json.dumps({"valid": False, "problems": [*map(_plain, error.problems)], "warnings": []}, indent=2))
+        _console.print_json({"valid": False, "problems": [*map(_plain, error.problems)], "warnings": []})
         return error.exit_code
     settings = [
         {"key": Problem(path, "").where, "value": value, "origin": origin} for path, value, origin in loaded.settings()
     ]
     if as_json:
         result = {"valid": True, "kind": loaded.kind, "problems": [], "warnings": [*map(_plain, loaded.notices)]}
-        click.echo(json.dumps({**result, **({"settings": settings} if show_origin else {})}, indent=2))
+        _console.print_json({**result, **({"settings": settings} if show_origin else {})})
         return 0
     console = _console.current()
     written = sum(origin != "default" for origin in loaded.origins.values())
