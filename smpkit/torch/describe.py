@@ -35,7 +35,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.fake_recording import LayerOutputs, record_on_fakes
 from smpkit.torch.placement.delayed import make_delayed
 from smpkit.torch.placement.facts import (
-    dtype_name,
     model_facts,
     twice_the_samples,
     with_growth_of_units,
@@ -112,9 +111,10 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
         make_delayed(model)
         model, notes = distribute_without_weights(model)
     half = half_dtype(cfg)
-    masters = {}
+    masters = []
     if half is not None:
-        masters = _master_dtypes(model) if cfg.sharded_data_parallel_degree > 1 else {}
+        if cfg.sharded_data_parallel_degree > 1:  # it keeps parameters in float32, and casts what it gathers
+            masters = [name for name, each in model.named_parameters() if each.is_floating_point()]
         cast_model(model, half)
         inputs = cast_inputs(inputs, half)
     samples, tokens = _size_of(inputs)
@@ -139,7 +139,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
             calls.append(larger)
     if calls:
         facts = _recorded(facts, model, calls, cfg, inputs, outputs)
-    kept = {name: in_dtype(facts.tensors[name], dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
+    kept = {name: in_dtype(facts.tensors[name], "float32", 4) for name in masters}
     return replace(facts, tensors={**facts.tensors, **kept}, samples=samples, tokens=tokens)
 
 
@@ -191,12 +191,6 @@ def _size_of(inputs: Any) -> tuple[int, int]:
     samples = tensors[0].shape[0]
     texts = [each for each in tensors if not each.is_floating_point() and each.dim() > 1]
     return samples, texts[0].numel() if texts else samples
-
-
-def _master_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes that sharded data parallelism keeps parameters in, by name: it casts for computing only."""
-    dtypes = {name: each.dtype for name, each in model.named_parameters() if each.is_floating_point()}
-    return {name: torch.float32 if dtype.itemsize == 2 else dtype for name, dtype in dtypes.items()}
 
 
 def _call_with_data(factory: Callable[[], Any]) -> Any:
