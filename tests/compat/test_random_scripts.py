@@ -44,8 +44,10 @@ def _compare(drawn: Drawn, folder: Path) -> None:
                 assert after[kind] == expected
             else:
                 assert _means(after[kind]) == pytest.approx(_means(expected), rel=1e-4)
+    tolerance = 0.0
     for job, report in zip(drawn.jobs, reports, strict=True):
-        tolerance = 0.05 if without_masters and report is not reports[0] else drawn.tolerance(job)
+        # A job goes on from what the ones before have rounded.
+        tolerance = max(tolerance, 0.05 if without_masters and report is not reports[0] else drawn.tolerance(job))
         losses = _last(report["losses"], plain["losses"])
         if tolerance:
             assert _means(report["losses"]) == pytest.approx(_means(losses), rel=tolerance)
