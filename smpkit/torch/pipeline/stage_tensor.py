@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
 T = torch.Tensor
-_NONE: Final[Mapping[int, Any]] = MappingProxyType({})
+_NO_COPIES: Final[Mapping[int, Any]] = MappingProxyType({})
 _STRIDED: Final = torch.strided
 _PLAIN_NAMES: Final[dict[Any, str]] = {}
 """The names of operations on data that change nothing in place, unless keyword arguments say so."""
@@ -70,7 +70,7 @@ class StageTensor(torch.Tensor):
     segment: int
     """The owner's segment that made it."""
     # Defaults on the class: every operation makes stage tensors, and most of them need none of these.
-    copies: Mapping[int, StageTensor] = _NONE
+    copies: Mapping[int, StageTensor] = _NO_COPIES
     """By pp_rank, the copies that were sent there."""
     sent_version: int = 0
     """On the owner, how often the data had been changed in place when they were sent last."""
@@ -140,8 +140,8 @@ class StageTensor(torch.Tensor):
 
     def make_stale(self, name: str) -> None:
         """Let every later use raise: the call of `name` has changed the copy on another rank."""
-        # A spec of its own is not taken for that of the latest call, so each use comes past the check.
-        self.changed_by, self.spec, self.copies = name, replace(self.spec), _NONE
+        # Replace the spec by an equal one: it is then not identical to that of the latest call, which skips the check.
+        self.changed_by, self.spec, self.copies = name, replace(self.spec), _NO_COPIES
 
     def refuse_stale(self) -> None:
         if self.changed_by is not None:
@@ -280,7 +280,6 @@ _REFUSED: Final[dict[Any, str]] = {
 _LIKE_OTHER: Final = frozenset({T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to})
 """Methods that need only shape, dtype or device of their second tensor."""
 
-
 INDEXING: Final = frozenset({T.__getitem__, T.__setitem__})
 
 
@@ -372,10 +371,10 @@ def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str,
 
 
 def _normalised(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise a batch, unless that changes running statistics that every rank has: only one would change its own."""
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    trains = given.get("use_input_stats", True) if func is functional.instance_norm else given.get("training", False)
-    if trains and type(given.get("running_mean")) is torch.Tensor:
+    """Normalise a batch; refuse to change running statistics that every rank has, since the owner alone would."""
+    bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    trains = bound.get("use_input_stats", True) if func is functional.instance_norm else bound.get("training", False)
+    if trains and type(bound.get("running_mean")) is torch.Tensor:
         raise UsageError(
             f"`{func.__name__}` got a value of one pipeline rank and running statistics that every rank has, and only"
             " that rank would change its own",
@@ -394,4 +393,4 @@ _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
     **dict.fromkeys((functional.batch_norm, functional.instance_norm), _normalised),
 }
-"""How functions are answered that are not plain operations on data."""
+"""By function, how a call is answered that is no plain operation on data."""
