@@ -24,7 +24,7 @@ class Launch:
     Args:
         local_rank, local_size: among the ranks of this host.
         launcher: name for messages: `torchrun`, `Open MPI`, `SLURM`, `PMI`, or `no launcher`.
-        job_id: identifies this job, if the launcher has such a variable; smpkit's own has `SMPKIT_JOB_TOKEN`, a secret.
+        job_id: identifies this job, if the launcher sets such a variable; smpkit's own sets a secret, SMPKIT_JOB_TOKEN.
         master_address, master_port: where rank 0 listens; None if it is not set.
         agent_store: the launcher itself serves the store at that address, so rank 0 must not (torchrun).
     """
@@ -79,7 +79,7 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
         return Launch()
     rank, world_size = (_number(environment, launcher, name) for name in (launcher.rank, launcher.world_size))
     if rank is None or world_size is None:
-        known, missing = (launcher.rank, launcher.world_size)[:: 1 if world_size is None else -1]
+        known, missing = (launcher.world_size, launcher.rank) if rank is None else (launcher.rank, launcher.world_size)
         raise UsageError(
             f"{known} is set but {missing} is not",
             hint=f"start the script with {launcher.name}, or unset {known} to run one process",
