@@ -161,7 +161,7 @@ class Placement:
         owners = _assign_owners([each for each in records if each.is_here]) if shards_states and is_final else {}
         # The records hold the parameters, so no other object gets one of these ids.
         self._by_id = {id(each.parameter): replace(each, owner=owners.get(each.name)) for each in records}
-        # Nobody knows of a tensor that the script has added meanwhile.
+        # A tensor that the script has added since is this rank's own.
         self._pp_ranks_of_others = everywhere if pp_rank_of_unit is None else frozenset({state.pp_rank})
 
     def __iter__(self) -> Iterator[ParameterPlacement]:
@@ -176,7 +176,7 @@ class Placement:
         return [each for each in self if each.is_here]
 
     def of(self, value: Any) -> ParameterPlacement:
-        """Return the record of a parameter; of anything else one that says so much as can be known of it."""
+        """Return the record of a parameter; for anything else, one that says what is known of any tensor."""
         record = self._by_id.get(id(value))
         return _place("", value, self._pp_ranks_of_others) if record is None else record
 

@@ -291,7 +291,7 @@ def _flops_of_groups(rows: Sequence[int], weights: Sequence[int], *_: Any, **__:
 
 @contextlib.contextmanager
 def _without_torchs_log() -> Iterator[None]:
-    """Keep the traceback to ourselves that torch logs where an operation has no shapes to offer: we warn, once."""
+    """Hide the traceback that torch logs for an operation whose shapes depend on data: `measure_units` warns once."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -365,7 +365,7 @@ class _SavedBytes:
         self.root = nn.Module()
 
     def _know_mode_of(self, tensor: torch.Tensor) -> None:
-        """Count the fake tensors that a tensor's mode makes of the parameters as seen: operations save those."""
+        """Count as seen the fake parameters of a tensor's mode: operations save these, not the parameters."""
         mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
         if mode is None or id(mode) in self._modes:
             return
@@ -376,7 +376,7 @@ class _SavedBytes:
 
 
 class _Part:
-    """A part of the trace, and the bytes that its operators have made."""
+    """A part of the trace (a unit or a checkpointed call), and the bytes that its operators have made."""
 
     def __init__(self) -> None:
         self.alive = self.needed = 0
@@ -407,7 +407,7 @@ class _LiveBytes:
         return self._open[-1]
 
     def end(self, part: _Part) -> None:
-        """End a part: what is made from now on is none of it."""
+        """End a part: what is made from now on does not count for it."""
         self._open.remove(part)
 
     def note_saved(self) -> None:
@@ -484,7 +484,7 @@ def _device_of(step: TrialStep) -> torch.device:
 
 
 def _fakes_on(mode: FakeTensorMode, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes the fake of a model's parameter or buffer on a device."""
+    """Return a function that makes the fake of a model's parameter or buffer, on a device."""
 
     @functools.cache  # a tensor with several names gets one fake
     def fake(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,12 @@ ranks with other models would wait for each other.
 
 `CallConsistencyCheck` runs at the beginning of a step (and of a forward outside any step). Ranks that call different
 steps, or bring batches of different shapes, would meet in collectives that do not fit: they would hang, or go on with
-wrong values. One small message tells::
+wrong values. One small message finds out::
 
     [ checksum of the call and its shapes | of values | a random number ]
 
-A forward takes the same way on all ranks: where ranks branch differently, they wait in different collectives until the
-deadline, whose error names both.
+Inside a forward nothing is compared: ranks that branch differently wait in different collectives until the deadline,
+whose error names both.
 """
 
 from __future__ import annotations

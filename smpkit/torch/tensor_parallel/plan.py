@@ -85,7 +85,7 @@ _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 
 @dataclass(frozen=True)
 class _Named:
-    """What the plan names: a module or a bare parameter, with its name from the root on, and the module around it.
+    """A module or bare parameter that the plan names; `owner` is the module around it.
 
     Args:
         readers: modules that read its weight by themselves.
@@ -126,7 +126,7 @@ class _Group:
 
     @property
     def is_block(self) -> bool:
-        """Whether it has one sum over the ranks, which ends it, and one way in."""
+        """Whether its only sum over the ranks is the one that ends it."""
         ends = [not each.division.by_output for each in self.members if each.division is not None]
         return sum(ends) == 1 < len(ends) and not any(each.style in _EXPERTS for each in self.members)
 
@@ -164,7 +164,7 @@ def _plan_of(module: nn.Module) -> Mapping[str, str]:
 def _named_by_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Module]]) -> list[_Named]:
     plan = _plan_of(root)
     everything: list[tuple[str, Any]] = [*root.named_modules(), *root.named_parameters()]
-    styled = ((name, plan.get(_generic(name)), target) for name, target in everything)
+    styled = ((name, plan.get(_pattern(name)), target) for name, target in everything)
     return [
         _Named(name, style, root.get_submodule(name.rpartition(".")[0]), target, readers.get(target, ()))
         for name, style, target in styled
@@ -172,7 +172,8 @@ def _named_by_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Modu
     ]
 
 
-def _generic(name: str) -> str:
+def _pattern(name: str) -> str:
+    """Return a name as a plan writes it, with `*` for numbers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -228,7 +229,7 @@ def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
         is_elsewhere = each.style == "embedding_rowwise" and _stack_of(root, each.name) is not None
         if (not is_known or is_elsewhere) and each.why_excepted is None:
             raise UnsupportedError(
-                f"the plan of {type(root).__name__} divides `{_generic(each.name)}` by the style `{each.style}`, which"
+                f"the plan of {type(root).__name__} divides `{_pattern(each.name)}` by the style `{each.style}`, which"
                 " smpkit does not know there",
                 hint="except the model, or this part, with smp.set_tensor_parallelism(module, enabled=False)",
             )
@@ -243,13 +244,13 @@ def _divisible_groups(root: nn.Module, named: list[_Named], undivided: dict[str,
             child = ".".join(each.name.split(".")[: stack.count(".") + 3])
             groups.setdefault(child, _Group(child, stack)).members.append(each)
         elif each.division is not None:
-            undivided[_generic(each.name)] = each.why_excepted or "it lies outside of lists of layers"
+            undivided[_pattern(each.name)] = each.why_excepted or "it lies outside of lists of layers"
     for group in groups.values():
         why = next(filter(None, [*map(_why_undivided, group.members), _why_heads_differ(group)]), None)
         if why is None:
             yield group
         else:
-            undivided[_generic(group.name)] = why
+            undivided[_pattern(group.name)] = why
 
 
 def _stack_of(root: nn.Module, name: str) -> str | None:
