@@ -181,7 +181,7 @@ class Executor:
         kind.plan, kind.has_diverged = None, True
         if not self._has_warned:
             self._has_warned = True
-            how, line = next(each.divergence for each in microbatches if each.divergence is not None)
+            how, line = next(microbatch.divergence for microbatch in microbatches if microbatch.divergence is not None)
             warn_user(_UNSCHEDULED.format(how=how), line or script_line())
 
 
@@ -286,8 +286,8 @@ class _Step:
         if len(self.outputs) == len(self.microbatches):
             outputs = [self.outputs[index] for index in range(len(self.outputs))]
             self.results = Results(self.stage, self.microbatches, outputs)
-            self._num_expected = sum(each.num_own_segments for each in self.microbatches)
-            self._num_expected += self._num_split * [each.diverged for each in self.microbatches].count(False)
+            self._num_expected = sum(microbatch.num_own_segments for microbatch in self.microbatches)
+            self._num_expected += self._num_split * sum(not microbatch.diverged for microbatch in self.microbatches)
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class StepPlan:
 def _planned(
     actions: Sequence[Action], receives: Sequence[Sequence[Message]], split: frozenset[int]
 ) -> Iterator[PlannedAction]:
-    ahead = num_ahead([sum(each.transfer.spec.num_bytes for each in group) for group in receives])
+    ahead = num_ahead([sum(message.transfer.spec.num_bytes for message in group) for group in receives])
     posted = 0
     for number, action in enumerate(actions):
         # A rank that is about to wait has the time for more.

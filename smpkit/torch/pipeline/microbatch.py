@@ -156,7 +156,7 @@ class Microbatch:
         """Run one torch operation on the rank that has its data; `mode` is what else decides its result's shape."""
         # Names of operations that change their first argument end with an underscore, or `inplace` says so.
         changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
-        targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
+        targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs.get("out"))
         if not targets:
             return self.run_plain_operation(func, name, args, kwargs, mode)
         if self.stage.inside_unit:

@@ -118,11 +118,11 @@ def _split(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[
     num_roots, numbers, shape = len(nodes), {node: number for number, node in enumerate(nodes)}, []
     for node in nodes:  # the loop appends to them: breadth first
         kind, after = type(node), []
-        for each, _ in node.next_functions:
-            if each is not None:
-                number = numbers.setdefault(each, len(nodes))
+        for successor, _ in node.next_functions:
+            if successor is not None:
+                number = numbers.setdefault(successor, len(nodes))
                 if number == len(nodes):
-                    nodes.append(each)
+                    nodes.append(successor)
                 after.append(number)
         shape.append(_NodeShape(kind, _variable(node).dim() if kind is _ACCUMULATE else -1, tuple(after)))
     ends = frozenset([numbers[node] for leaf in inputs if (node := get_gradient_edge(leaf).node) in numbers])
@@ -151,7 +151,7 @@ def _split_shape(
     reaches_input, leaves_below = _classified(shape, num_roots, inputs)
     boundaries: dict[int, frozenset[int]] = {}
     for node in sorted(reaches_input):
-        off_path = [leaves_below[each] for each in shape[node].after if each not in reaches_input]
+        off_path = [leaves_below[successor] for successor in shape[node].after if successor not in reaches_input]
         if leaves := frozenset[int]().union(*off_path):
             boundaries[node] = leaves
     # A root that reaches no input is no boundary node, and would run in neither half: the first takes its leaves.
@@ -183,14 +183,14 @@ def _classified(
     leaves_below: dict[int, frozenset[int]] = {}
     for node in _post_order(shape, num_roots):
         kind, _, after = shape[node]
-        if node in inputs or any(each in reaches_input for each in after):
+        if node in inputs or any(successor in reaches_input for successor in after):
             reaches_input.add(node)
         elif kind is _ACCUMULATE:
             leaves_below[node] = frozenset((node,))
         elif len(after) == 1:
             leaves_below[node] = leaves_below[after[0]]
         else:
-            leaves_below[node] = frozenset[int]().union(*(leaves_below[each] for each in after))
+            leaves_below[node] = frozenset[int]().union(*(leaves_below[successor] for successor in after))
     return reaches_input, leaves_below
 
 
@@ -205,13 +205,13 @@ def _post_order(shape: Sequence[_NodeShape], num_roots: int) -> Iterator[int]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(each, False) for each in shape[node].after]
+            stack += [(successor, False) for successor in shape[node].after]
 
 
 def _are_chained(shape: Sequence[_NodeShape], boundaries: set[int], reaches_input: set[int]) -> bool:
     """Return whether one of the boundary nodes leads to another."""
     seen: set[int] = set()
-    stack = [each for boundary in boundaries for each in shape[boundary].after]
+    stack = [successor for boundary in boundaries for successor in shape[boundary].after]
     while stack:
         node = stack.pop()
         if node in boundaries:

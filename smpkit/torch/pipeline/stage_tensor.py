@@ -332,13 +332,12 @@ another kind of call. That waits for the device, as the operation itself does.
 """
 
 
-def _from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_placeholder(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _for_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # On every rank: `.item()`, `if tensor:`.
+def _on_every_rank(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = map_tensors(current_microbatch().replicate, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -385,8 +384,8 @@ def _normalised(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
-    **dict.fromkeys(SHAPE_FUNCTIONS, _from_shape),
-    **dict.fromkeys(NUMBER_FUNCTIONS, _for_python),
+    **dict.fromkeys(SHAPE_FUNCTIONS, _on_placeholder),
+    **dict.fromkeys(NUMBER_FUNCTIONS, _on_every_rank),
     **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
     **dict.fromkeys(_LIKE_OTHER, _like_other),
     **dict.fromkeys(_REFUSED, _refuse),

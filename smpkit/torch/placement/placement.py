@@ -37,10 +37,10 @@ from smpkit.torch.placement.shards import TpShard, copy_mark_to, shard_of
 
 def keep_local_parameters(root: nn.Module, placement: Placement, device: torch.device, seed: int) -> None:
     """Move what this rank holds to its device, and free the memory of everything else."""
-    initialize(root, [each.parameter for each in placement.local], device, seed)
-    for each in placement:
-        parameter = each.parameter
-        if each.is_here:
+    initialize(root, [record.parameter for record in placement.local], device, seed)
+    for record in placement:
+        parameter = record.parameter
+        if record.is_here:
             parameter.data = parameter.data.to(device)
         else:
             # The object stays, with its shape: an optimizer that was made earlier holds it. Its values are one element
@@ -158,9 +158,9 @@ class Placement:
         records = [_place(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
         shards_states = state.cfg.ddp and state.cfg.shard_optimizer_state
         is_final = pp_rank_of_unit is not None or state.pp_size == 1
-        owners = _assign_owners([each for each in records if each.is_here]) if shards_states and is_final else {}
+        owners = _assign_owners([record for record in records if record.is_here]) if shards_states and is_final else {}
         # The records hold the parameters, so no other object gets one of these ids.
-        self._by_id = {id(each.parameter): replace(each, owner=owners.get(each.name)) for each in records}
+        self._by_id = {id(record.parameter): replace(record, owner=owners.get(record.name)) for record in records}
         # A tensor that the script has added since is this rank's own.
         self._pp_ranks_of_others = everywhere if pp_rank_of_unit is None else frozenset({state.pp_rank})
 
@@ -173,7 +173,7 @@ class Placement:
     @property
     def local(self) -> list[ParameterPlacement]:
         """The records of the parameters that this rank holds."""
-        return [each for each in self if each.is_here]
+        return [record for record in self if record.is_here]
 
     def of(self, value: Any) -> ParameterPlacement:
         """Return the record of a parameter; for anything else, one that says what is known of any tensor."""
@@ -204,7 +204,7 @@ class Placement:
     def make_groups(self) -> None:
         """Make the process groups of this rank's parameters; all ranks call this."""
         # Sorted: making a group is a collective, and ranks that made theirs in different orders would deadlock.
-        for ranks in sorted({ranks for each in self.local for ranks in (each.replica_ranks, each.reduce_ranks)}):
+        for ranks in sorted({ranks for record in self.local for ranks in (record.replica_ranks, record.reduce_ranks)}):
             if len(ranks) > 1:
                 extra_group(ranks)
 
@@ -266,15 +266,15 @@ def _assign_owners(placements: Iterable[ParameterPlacement]) -> dict[str, int]:
     """
     owners: dict[str, int] = {}
     bytes_owned: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-    for each in sorted(placements, key=_whole_bytes, reverse=True):
-        ranks = each.reduce_ranks
+    for record in sorted(placements, key=_whole_bytes, reverse=True):
+        ranks = record.reduce_ranks
         if len(ranks) == 1:
             continue
         # Frozen parameters are counted apart: they have no state, and would leave those that have to few ranks.
-        owned = bytes_owned.setdefault((ranks, each.parameter.requires_grad), [0] * len(ranks))
+        owned = bytes_owned.setdefault((ranks, record.parameter.requires_grad), [0] * len(ranks))
         index = owned.index(min(owned))
-        owned[index] += _whole_bytes(each)
-        owners[each.name] = ranks[index]
+        owned[index] += _whole_bytes(record)
+        owners[record.name] = ranks[index]
     return owners
 
 

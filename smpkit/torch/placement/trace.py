@@ -199,8 +199,8 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = before if self._ended is not None else self._counted  # what comes before all units is the first's
         self._began.append(name)
         tensors = tensors_in((args, kwargs)) if torch.is_grad_enabled() else []
-        trained = [each for each in tensors if each.requires_grad and not isinstance(each, nn.Parameter)]
-        inputs = {storage_of(each): each for each in trained}
+        trained = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
+        inputs = {storage_of(tensor): tensor for tensor in trained}
         self._running[name] = _Running(self._live.begin(), before, len(self._calls), inputs)
 
     def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -243,8 +243,8 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_units_before, is_inside_unit = len(self._began), bool(self._running)
         part, outside = self._live.begin(), self._saved_inside
         with torch.no_grad():
-            for each in inputs:
-                outside.pack(each.detach())
+            for tensor in inputs:
+                outside.pack(tensor.detach())
         boundary = self._saved.total - saved_before
         if not is_inside_unit:  # the rank of the first unit inside keeps it: see `costs`
             self._saved.total -= boundary
@@ -312,7 +312,7 @@ def _with_checkpointed(cost: UnitCost, calls: Sequence[_CheckpointedCall], **cha
 
 
 def _bytes_of(value: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors_in(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 _MakeAnother = Callable[[], torch.Tensor]
@@ -351,9 +351,9 @@ class _SavedBytes:
 
     def end_unit(self, inputs: Mapping[int, torch.Tensor]) -> int:
         """Return the bytes of a unit's inputs that it has not saved, or that were saved before it; the unit ends."""
-        unsaved = [each for key, each in inputs.items() if key not in self._since_unit]
+        unsaved = [tensor for key, tensor in inputs.items() if key not in self._since_unit]
         self._since_unit.clear()
-        return sum(each.untyped_storage().nbytes() for each in unsaved)
+        return sum(tensor.untyped_storage().nbytes() for tensor in unsaved)
 
     def forget(self) -> None:
         """Drop all tensors.
@@ -478,8 +478,8 @@ def run_fake(root: nn.Module, step: TrialStep) -> None:
 
 
 def _device_of(step: TrialStep) -> torch.device:
-    tensors = [each for each in tensors_in((step.args, step.kwargs)) if not isinstance(each, nn.Parameter)]
-    places = sorted({each.device for each in tensors}, key=lambda device: device.type == "cpu")
+    tensors = [tensor for tensor in tensors_in((step.args, step.kwargs)) if not isinstance(tensor, nn.Parameter)]
+    places = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type == "cpu")
     return places[0] if places else devices.current_device()
 
 
@@ -519,14 +519,14 @@ def restoring_model(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Te
     """
     saved = [(module, dict(vars(module)), _tensors_of(module)) for module in root.modules()]
     containers = [
-        each for _, attributes, _ in saved for each in attributes.values() if type(each) in _MUTABLE_CONTAINERS
+        value for _, attributes, _ in saved for value in attributes.values() if type(value) in _MUTABLE_CONTAINERS
     ]
-    contents = [copy.copy(each) for each in containers]
+    contents = [copy.copy(container) for container in containers]
     python, numpy = random.getstate(), np.random.get_state()
     try:
         for _, _, tensors in saved:
             for place, values in tensors:
-                place.update({name: None if each is None else stand_in(each) for name, each in values.items()})
+                place.update({name: None if tensor is None else stand_in(tensor) for name, tensor in values.items()})
         with devices.fork_rng(devices.current_device()):
             yield
     finally:
