@@ -322,7 +322,7 @@ class DistributedModel(ModelParts):
         It is the same on all replicas, too, unless the script has seeded them apart.
         """
         random = self.engine.random
-        if random is None:  # not made before the first step
+        if random is None:  # the first step makes them
             return self._saved_random
         return {"seed": random.seed - state.rdp_rank, "step": random.step}
 
@@ -441,7 +441,7 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
 
 
 def _adapt_torch(module: nn.Module, *, accumulates: bool) -> None:
-    """Put right, or refuse, what torch makes of this rank's part alone, and what waits for ranks that do not come."""
+    """Adapt or refuse what torch would compute from this rank's part alone, or wait for on ranks that never come."""
     clip_whole_models_with_torch(accumulates=accumulates)
     refuse_torchs_scaler()
     if state.pp_size > 1:

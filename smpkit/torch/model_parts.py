@@ -156,7 +156,7 @@ class ModelParts(nn.Module):
         return {name: whole[name] for name in local if name in whole}
 
     def _gather_on_first_rank(self, local: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Return the whole model's state on its first rank, and an empty dict on the others, entry by entry."""
+        """Gather the whole model's state on its first rank, entry by entry; return an empty dict on the others."""
         own = self.module.state_dict(keep_vars=True)
         keeps = state.mp_rank == 0 and (state.cfg.sharded_data_parallel_degree == 1 or state.rdp_rank == 0)
         whole: dict[str, Any] = {}
@@ -232,7 +232,7 @@ class ModelParts(nn.Module):
         # Torch would miss the entries of other ranks; where that is so, names have been checked above, or cannot be.
         lacks_entries = held is not None or (self.pipeline is not None and is_partial and same_partition_load)
         result = self.module.load_state_dict(values, strict=strict and not lacks_entries, **kwargs)
-        if held is not None:  # as one process would say
+        if held is not None:  # report what one process would
             result.missing_keys[:] = [name for name in result.missing_keys if name in expected and name not in given]
             result.unexpected_keys[:] = [name for name in given if name not in expected]
         # Else the optimizer's next step would overwrite what was loaded, from masters of the old weights.
