@@ -126,7 +126,7 @@ class CallConsistencyCheck:
             dist.all_gather(by_rank, own, group=group)
         calls, checksums, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
         ranks = dist.get_process_group_ranks(group)
-        if len({*calls}) > 1:
+        if len(set(calls)) > 1:
             texts = gather_objects(description, group, "what tensor-parallel ranks call")
             other = _first_other(texts)
             raise UsageError(
@@ -135,7 +135,7 @@ class CallConsistencyCheck:
                 hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same"
                 " length: `drop_last=True`, padding to a fixed length",
             )
-        if len({*checksums}) > 1:
+        if len(set(checksums)) > 1:
             raise UsageError(
                 f"prescaled_batch is on, but ranks {ranks[0]} and {ranks[_first_other(checksums)]} of a tensor-parallel"
                 f" group brought different values to {name}",

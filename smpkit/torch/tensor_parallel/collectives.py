@@ -184,8 +184,9 @@ def start_reduce_scatter(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor
 def _start(
     what: tuple[str, torch.Tensor], send: Callable[[dist.ProcessGroup], Any], result: Callable[[], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    _compare_shape(*what)
-    group, text = tp_group(), f"{what[0]} of {list(what[1].shape)} between tensor-parallel ranks"
+    kind, x = what
+    _compare_shape(kind, x)
+    group, text = tp_group(), f"{kind} of {list(x.shape)} between tensor-parallel ranks"
     with waiting(text, group):
         work = send(group)
 

@@ -198,7 +198,7 @@ def apply_tp_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Modul
     vocabulary = divide_vocabulary(root, {part.target: part.style for part in named if part.why_excepted is None})
     named = [part for part in named if part.target not in vocabulary]
     undivided: dict[str, str] = {}
-    groups = [*_divisible_groups(root, named, undivided)]
+    groups = list(_divisible_groups(root, named, undivided))
     stacks = sorted({group.stack for group in groups})
     for base in sorted({_base_of(root, stack) for stack in stacks}):
         _prepare_base(root, root.get_submodule(base))
@@ -206,7 +206,7 @@ def apply_tp_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Modul
         for stack in stacks:
             _divide_stack(root, stack, [group.name for group in groups if group.stack == stack and group.is_block])
     for group in groups:
-        inside = [*group.unnamed_inside()]  # before their neighbours are divided
+        inside = list(group.unnamed_inside())  # before their neighbours are divided
         for member in group.members:
             _divide(member)
         for _, module in inside:

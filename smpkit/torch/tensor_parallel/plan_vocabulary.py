@@ -57,11 +57,11 @@ def divide_vocabulary(root: nn.Module, styles: Mapping[nn.Module, str]) -> set[n
         vars(head)["forward"] = functools.partial(_logits, head)
         owner = next(module for module in root.modules() if head in module.children())
         _use_loss_of_divided_logits(owner, head.out_features)
-    divided = [embedding] * divides_embedding + [head] * divides_head
+    divided = {module for module, divides in ((embedding, divides_embedding), (head, divides_head)) if divides}
     for module in divided:
         for parameter in module.parameters():
             divide_parameter(parameter, 0)
-    return {*divided}
+    return divided
 
 
 def are_tied(root: nn.Module) -> bool:

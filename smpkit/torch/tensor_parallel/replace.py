@@ -97,7 +97,7 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
 def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
     """Do what `distribute` does, without weights and other ranks, for `smpkit plan`; return model and report."""
     search = _Search(root)
-    report = [*search.report()]
+    report = list(search.report())
     report += [f"  not checkpointed in this plan: `{name}`, which is replaced" for name in search.checkpointed()]
     for replaced in search.replaced:
         _hand_over(replaced)
@@ -226,13 +226,13 @@ class _Search:
 
     def _why_tied(self, module: nn.Module) -> str | None:
         """Return what ties a module to the rest of the model, so that it cannot be distributed by itself."""
-        inside = {*module.modules()}
+        inside = set(module.modules())
         tied = (weight for weight in module.parameters() if self._holders[weight] - inside)
         return next((f"it shares the weight `{self._names[weight]}` with another module" for weight in tied), None)
 
     def _why_read(self, module: nn.Module) -> str | None:
         """Return what reads a weight in a module past it."""
-        inside = {*module.modules()}
+        inside = set(module.modules())
         readers = (reader for part in inside for reader in self.readers.get(part, ()) if reader not in inside)
         return next((f"{type(reader).__name__} reads its weight by itself" for reader in readers), None)
 
@@ -333,7 +333,7 @@ def _fill(replaced: _Replaced, seed: int) -> None:
     device = next((parameter.device for parameter in module.parameters()), state.device)
     if not replaced.is_fresh:
         _translate_weights(replaced, device)
-    initialize(replacement, [*replacement.parameters()], device, seed, replaced.name)
+    initialize(replacement, list(replacement.parameters()), device, seed, replaced.name)
 
 
 def _translate_weights(replaced: _Replaced, device: torch.device) -> None:
@@ -466,7 +466,7 @@ def _paths_read(kind: Any, forward: Callable[..., Any]) -> list[str]:
                 paths[path] = None
             elif not path and inspect.isfunction(method := getattr(kind, last, None)):
                 functions.append(method)
-    return [*paths]
+    return list(paths)
 
 
 def _names_read(function: Callable[..., Any]) -> Iterator[str]:
