@@ -150,15 +150,15 @@ def _slurm_local_size(text: str, node: int) -> int:
 
 
 def _check_ranges(launcher: _Launcher, rank: int, world_size: int, local_rank: int, local_size: int) -> None:
-    place = f"{launcher.rank}={rank}", f"{launcher.world_size}={world_size}"
-    local = f"{launcher.local_rank}={local_rank}", f"{launcher.local_size}={local_size}"
+    rank_text, world_text = f"{launcher.rank}={rank}", f"{launcher.world_size}={world_size}"
+    local_text, host_text = f"{launcher.local_rank}={local_rank}", f"{launcher.local_size}={local_size}"
     if rank >= world_size:
-        problem = "{} is outside {}".format(*place)
+        problem = f"{rank_text} is outside {world_text}"
     elif local_rank >= local_size:
-        problem = "{} is outside {}".format(*local)
+        problem = f"{local_text} is outside {host_text}"
     # Open MPI counts the ranks of a host in the order in which it binds them, which need not be that of their ranks.
     elif local_size > world_size or (local_rank > rank and launcher is not _OPEN_MPI):
-        problem = "{} of {} contradicts {} of {}".format(*local, *place)
+        problem = f"{local_text} of {host_text} contradicts {rank_text} of {world_text}"
     else:
         return
     hint = f"these are {launcher.name}'s; another launcher or a shell profile may have overwritten one"
