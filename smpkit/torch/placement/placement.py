@@ -155,7 +155,7 @@ class Placement:
         everywhere = frozenset(range(state.pp_size))
         on_units = {} if pp_rank_of_unit is None else pp_ranks_by_parameter(root, pp_rank_of_unit)
         ranks_on = functools.cache(_ranks_on)
-        records = [_place(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
+        records = [_record(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
         shards_states = state.cfg.ddp and state.cfg.shard_optimizer_state
         is_final = pp_rank_of_unit is not None or state.pp_size == 1
         owners = _assign_owners([record for record in records if record.is_here]) if shards_states and is_final else {}
@@ -178,7 +178,7 @@ class Placement:
     def of(self, value: Any) -> ParameterPlacement:
         """Return the record of a parameter; for anything else, one that says what is known of any tensor."""
         record = self._by_id.get(id(value))
-        return _place("", value, self._pp_ranks_of_others) if record is None else record
+        return _record("", value, self._pp_ranks_of_others) if record is None else record
 
     def pp_rank_of(self, module: str) -> int | None:
         """Return the pipeline rank that holds a module, by name; None if it lies above the units, or there are none."""
@@ -213,7 +213,7 @@ def placement_of(tensor: torch.Tensor) -> ParameterPlacement:
     """Return the record of a parameter of the wrapped model; where no model is wrapped, a tensor is this rank's own."""
     model = state.model
     if model is None:
-        return _place("", tensor, frozenset({state.pp_rank}))
+        return _record("", tensor, frozenset({state.pp_rank}))
     record: ParameterPlacement = model.placement.of(tensor)
     return record
 
@@ -233,7 +233,7 @@ def _ranks_on(pp_ranks: frozenset[int], any_tp: bool, replica_step: int) -> tupl
     return tuple(ranks)
 
 
-def _place(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn = _ranks_on) -> ParameterPlacement:
+def _record(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn = _ranks_on) -> ParameterPlacement:
     shard = shard_of(value)
     is_whole = shard is None or not shard.is_distributed
     replica_step = 1 if state.cfg.ddp else state.rdp_size
@@ -251,11 +251,11 @@ def pp_ranks_by_parameter(root: nn.Module, pp_rank_of_unit: Mapping[str, int]) -
 
     What is in no unit belongs to a module that spans ranks, and is on all.
     """
-    found: dict[int, frozenset[int]] = {}
+    pp_ranks: dict[int, frozenset[int]] = {}
     for unit, rank in pp_rank_of_unit.items():
         for parameter in root.get_submodule(unit).parameters():
-            found[id(parameter)] = found.get(id(parameter), frozenset()) | {rank}
-    return found
+            pp_ranks[id(parameter)] = pp_ranks.get(id(parameter), frozenset()) | {rank}
+    return pp_ranks
 
 
 def _assign_owners(placements: Iterable[ParameterPlacement]) -> dict[str, int]:
