@@ -44,8 +44,8 @@ from smpkit.torch.pipeline.outputs import Call, CallKind, expand_distributions
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
-from smpkit.torch.pipeline.units import enclosing_unit, install, with_other_names
-from smpkit.torch.placement.placement import pp_ranks_by_parameter
+from smpkit.torch.pipeline.units import install, with_other_names
+from smpkit.torch.placement.placement import enclosing_unit, pp_ranks_by_parameter
 
 
 class LayerOutputs:
@@ -156,8 +156,8 @@ def _calls_by_segment(
 
 def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
     """Return the unit that a module is or is a part of, or the units that it encloses."""
-    above = enclosing_unit(module, placement)
-    return [unit for unit in placement if unit.startswith(f"{module}.")] if above is None else [above]
+    enclosing = enclosing_unit(module, placement)
+    return [unit for unit in placement if unit.startswith(f"{module}.")] if enclosing is None else [enclosing]
 
 
 def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:

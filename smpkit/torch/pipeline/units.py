@@ -41,7 +41,7 @@ from smpkit.torch.pipeline.outputs import (
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch
-from smpkit.torch.placement.placement import names_by_module
+from smpkit.torch.placement.placement import enclosing_unit, names_by_module, pp_ranks_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")
@@ -127,24 +127,6 @@ def with_other_names(root: nn.Module, placement: Mapping[str, int]) -> dict[str,
         if enclosing_unit(name, placement) is None
     }
     return {**placement, **others}
-
-
-def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
-    """Return the ranks of a module: that of the unit that it is a part of, or those of all units in it."""
-    unit = enclosing_unit(name, placement)
-    if unit is not None:
-        return {placement[unit]}
-    below = f"{name}." if name else ""
-    return {owner for unit, owner in placement.items() if unit.startswith(below)}
-
-
-def enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
-    """Return the unit that a module is, or is a part of."""
-    while name:
-        if name in placement:
-            return name
-        name = name.rpartition(".")[0]
-    return None
 
 
 def _runs_whole(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,9 +182,8 @@ class Placement:
 
     def pp_rank_of(self, module: str) -> int | None:
         """Return the pipeline rank that holds a module, by name; None if it lies above the units, or there are none."""
-        while module and module not in self._pp_rank_of_unit:
-            module = module.rpartition(".")[0]
-        return self._pp_rank_of_unit.get(module)
+        # A model that is one unit itself has the name "".
+        return self._pp_rank_of_unit.get(enclosing_unit(module, self._pp_rank_of_unit) or "")
 
     def running_pp_rank_of(self, module: str) -> int | None:
         """Return the pipeline rank whose calls of a module change its buffers; None if all ranks run it.
@@ -192,14 +191,11 @@ class Placement:
         Besides units and what is inside, a module above whose units all lie on one rank runs there alone, and so does
         what it calls. A module without any units is called by the one around it.
         """
-        pp_rank = self.pp_rank_of(module)
-        while pp_rank is None:
-            below = f"{module}." if module else ""
-            pp_ranks = {rank for unit, rank in self._pp_rank_of_unit.items() if unit.startswith(below)}
-            if pp_ranks or not module:
-                return pp_ranks.pop() if len(pp_ranks) == 1 else None
+        pp_ranks = pp_ranks_of(module, self._pp_rank_of_unit)
+        while module and not pp_ranks:
             module = module.rpartition(".")[0]
-        return pp_rank
+            pp_ranks = pp_ranks_of(module, self._pp_rank_of_unit)
+        return pp_ranks.pop() if len(pp_ranks) == 1 else None
 
     def make_groups(self) -> None:
         """Make the process groups of this rank's parameters; all ranks call this."""
@@ -244,6 +240,24 @@ def _record(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn 
     else:  # replicas that are not kept equal count as equal, too: a checkpoint has one
         holders = ranks_on(pp_ranks, is_whole, 1)
     return ParameterPlacement(name, value, pp_ranks, shard, frozenset(holders), replica_ranks, reduce_ranks)
+
+
+def pp_ranks_of(module: str, pp_rank_of_unit: Mapping[str, int]) -> set[int]:
+    """Return the ranks of a module, by name: that of the unit that it is a part of, or those of all units in it."""
+    unit = enclosing_unit(module, pp_rank_of_unit)
+    if unit is not None:
+        return {pp_rank_of_unit[unit]}
+    below = f"{module}." if module else ""
+    return {pp_rank for unit, pp_rank in pp_rank_of_unit.items() if unit.startswith(below)}
+
+
+def enclosing_unit(module: str, units: Container[str]) -> str | None:
+    """Return the unit that a module is, or is a part of; all by name."""
+    while module:
+        if module in units:
+            return module
+        module = module.rpartition(".")[0]
+    return None
 
 
 def pp_ranks_by_parameter(root: nn.Module, pp_rank_of_unit: Mapping[str, int]) -> dict[int, frozenset[int]]:
