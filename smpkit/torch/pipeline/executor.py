@@ -205,7 +205,6 @@ class _Step:
         self._coroutines: dict[int, MicrobatchCoroutine] = {}
         self._seeds: list[int] = []
         self._recorder = recorder
-        self._is_watched = status.current_page() is not None
         self._offloader = offloader.current()
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
@@ -217,7 +216,7 @@ class _Step:
 
     def run_plan(self, plan: StepPlan) -> None:
         """Run this rank's actions, and start the receives that each of them posts."""
-        self._offloader.follow(plan.schedule.actions[plan.rank])
+        self._offloader.follow(plan.schedule.actions[self.stage.rank])
         for microbatch in self.microbatches:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
@@ -318,8 +317,7 @@ class _Step:
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
     ) -> _T:
-        if self._is_watched:
-            status.begin_action(kind, microbatch.index)
+        status.begin_action(kind, microbatch.index)
         self._offloader.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:
             Current.microbatch = microbatch
@@ -432,8 +430,6 @@ class StepPlan:
     """What one kind of step does on this rank."""
 
     schedule: Schedule
-    rank: int
-    """This one."""
     record: TransferRecord
     split: frozenset[int]
     """Segments of this rank whose backward runs in two halves."""
@@ -459,7 +455,7 @@ class StepPlan:
             ]
             for action in actions
         ]
-        return cls(schedule, rank, record, split, tuple(_planned(actions, receives, split)))
+        return cls(schedule, record, split, tuple(_planned(actions, receives, split)))
 
 
 def _planned(
