@@ -162,6 +162,10 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+NON_TENSOR_TYPES: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+"""Common types of leaves that are no tensors and hold none."""
+
+
 def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = torch.Tensor) -> Any:
     """Apply `function` to every tensor in a nested container; a container in which nothing changes stays the same.
 
@@ -184,9 +188,6 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = torch.T
         return value
     mapped = {key: map_tensors(function, part, kind) for key, part in inside.items()}
     return value if all(map(is_, mapped.values(), inside.values())) else rebuild(value, mapped)
-
-
-NON_TENSOR_TYPES: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -> Any:
