@@ -128,7 +128,7 @@ class State(Place):
         self.optimizer: WrappedOptimizer | None = None
         """The last optimizer that was wrapped."""
         self.has_several_optimizers = False
-        """Whether another one has taken a step since."""
+        """Whether an optimizer other than the last one has taken a step."""
         self.step: StepProgress | None = None
         """The `@smp.step` call that runs now."""
         self.tracing = False

@@ -42,7 +42,6 @@ DRAWING: Final = frozenset(
 )
 """Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
 
-
 _FACTORIES: Final = frozenset(
     {
         *("tensor", "zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),

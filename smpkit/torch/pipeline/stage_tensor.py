@@ -303,16 +303,16 @@ def _mask_counts(_value: Any, index: Any = None, **names: Any) -> tuple[int, ...
     """Count the elements that each mask selects."""
     index = names.get("mask", index)
     parts = index if isinstance(index, tuple | list) else (index,)
-    return tuple([int(part.count_nonzero()) for part in _plain(*parts) if part.dtype is torch.bool])
+    return tuple([int(part.count_nonzero()) for part in _plain_tensors(*parts) if part.dtype is torch.bool])
 
 
 def _sum_and_max(*args: Any, **names: Any) -> tuple[int, ...]:
     """Return sum and maximum of lengths or repetitions."""
-    lengths = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
+    lengths = [part for part in _plain_tensors(*args[1:], *names.values()) if part.numel()]
     return tuple([int(number) for part in lengths for number in (part.sum(), part.max())])
 
 
-def _plain(*values: Any) -> Iterator[torch.Tensor]:
+def _plain_tensors(*values: Any) -> Iterator[torch.Tensor]:
     return (value for value in values if type(value) is torch.Tensor)
 
 
