@@ -166,7 +166,8 @@ class Microbatch:
                 raise parameter_change_error(name, target)
             if type(target) is not StageTensor:
                 self._give_to_owner(target, name, owner_of_operation(args, kwargs, self.stage))
-        result = self.run_on_owner(targets[0].owner, Call(func, name, func, args, kwargs, None, None, True, changes))
+        call = Call(func, name, func, args, kwargs, is_operation=True, changes_first=changes)
+        result = self.run_on_owner(targets[0].owner, call)
         return targets[0] if isinstance(result, StageTensor) else result
 
     def note_fresh(self, tensor: torch.Tensor) -> None:
