@@ -11,6 +11,7 @@ end it afterwards (core/step_participants.py). Iterators over what ranks hold, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import OrderedDict
@@ -202,38 +203,38 @@ class DistributedModel(ModelParts):
 
         With `fp16` or `bf16` it gets arguments of floating point in that precision, and what it returns is float32.
         """
-        if state.step is not None:
-            if self._half_dtype is None:  # the fast path: this runs for every microbatch, and `self.module` is slow
-                return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
-        else:
-            if self.pipeline is not None:
-                raise UsageError(
-                    "the model was called outside a step, but it lies on several pipeline ranks",
-                    hint="call it inside a function decorated with @smp.step",
-                )
-            self._count_pass()
-            number = random_number() if state.tp_size > 1 and self.training else 0
-            if number and self._counts["passes"] <= 1:
-                refuse_layers_dropped_by_rank(self.module)
-            number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
-            for begin in self.participants.begin_outside_step:
-                begin(self.training)
-            if number:
-                with seed_with_common_number(number, state.device):
-                    return self._run_module(args, kwargs)
+        if state.step is None:
+            return self._forward_outside_step(args, kwargs)
+        if self._half_dtype is None:  # the fast path: this runs for every microbatch, and `self.module` is slow
+            return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         return self._run_module(args, kwargs)
 
-    def _run_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_outside_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.pipeline is not None:
+            raise UsageError(
+                "the model was called outside a step, but it lies on several pipeline ranks",
+                hint="call it inside a function decorated with @smp.step",
+            )
+        self._count_pass()
+        number = random_number() if state.tp_size > 1 and self.training else 0
+        if number and self._counts["passes"] <= 1:
+            refuse_layers_dropped_by_rank(self.module)
+        number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
+        for begin in self.participants.begin_outside_step:
+            begin(self.training)
         try:
-            if self._half_dtype is None:
-                return self.module(*args, **kwargs)
-            args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
-            return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
+            with seed_with_common_number(number, state.device) if number else contextlib.nullcontext():
+                return self._run_module(args, kwargs)
         except BaseException:
-            if state.step is None:
-                for abandon in self.participants.abandon_forward_outside_step:
-                    abandon()
+            for abandon in self.participants.abandon_forward_outside_step:
+                abandon()
             raise
+
+    def _run_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._half_dtype is None:
+            return self.module(*args, **kwargs)
+        args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
+        return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
 
     def backward(
         self,
@@ -322,7 +323,7 @@ class DistributedModel(ModelParts):
         It is the same on all replicas, too, unless the script has seeded them apart.
         """
         random = self.engine.random
-        if random is None:  # not made before the first step
+        if random is None:  # the first step makes them
             return self._saved_random
         return {"seed": random.seed - state.rdp_rank, "step": random.step}
 
@@ -441,7 +442,7 @@ def _register(registry: _Registry, hook: ModelHook) -> RemovableHandle:
 
 
 def _adapt_torch(module: nn.Module, *, accumulates: bool) -> None:
-    """Put right, or refuse, what torch makes of this rank's part alone, and what waits for ranks that do not come."""
+    """Adapt or refuse what torch would compute from this rank's part alone, or wait for on ranks that never come."""
     clip_whole_models_with_torch(accumulates=accumulates)
     refuse_torchs_scaler()
     if state.pp_size > 1:

@@ -156,7 +156,7 @@ class ModelParts(nn.Module):
         return {name: whole[name] for name in local if name in whole}
 
     def _gather_on_first_rank(self, local: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Return the whole model's state on its first rank, and an empty dict on the others, entry by entry."""
+        """Gather the whole model's state on its first rank, entry by entry; return an empty dict on the others."""
         own = self.module.state_dict(keep_vars=True)
         keeps = state.mp_rank == 0 and (state.cfg.sharded_data_parallel_degree == 1 or state.rdp_rank == 0)
         whole: dict[str, Any] = {}
@@ -214,10 +214,10 @@ class ModelParts(nn.Module):
             values = with_distributed_names(self.module, values, set(names if held is None else held))
         if self.pipeline is not None and is_partial and not same_partition_load:
             values = merge_on_all_ranks(values)
-        given, expected = values.keys(), held if held is not None and is_partial and same_partition_load else names
+        loaded, expected = values.keys(), held if held is not None and is_partial and same_partition_load else names
         if held is not None:
             if strict:
-                _check_names(given, expected)
+                _check_names(loaded, expected)
             # Also another rank's buffers that are here: in a module that is not called, code between units uses them.
             buffers = self.module.named_buffers(remove_duplicate=False)
             wanted = held | {name for name, buffer in buffers if buffer.device.type != "meta"}
@@ -232,9 +232,9 @@ class ModelParts(nn.Module):
         # Torch would miss the entries of other ranks; where that is so, names have been checked above, or cannot be.
         lacks_entries = held is not None or (self.pipeline is not None and is_partial and same_partition_load)
         result = self.module.load_state_dict(values, strict=strict and not lacks_entries, **kwargs)
-        if held is not None:  # as one process would say
-            result.missing_keys[:] = [name for name in result.missing_keys if name in expected and name not in given]
-            result.unexpected_keys[:] = [name for name in given if name not in expected]
+        if held is not None:  # report what one process would
+            result.missing_keys[:] = [name for name in result.missing_keys if name in expected and name not in loaded]
+            result.unexpected_keys[:] = [name for name in loaded if name not in expected]
         # Else the optimizer's next step would overwrite what was loaded, from masters of the old weights.
         if state.optimizer is not None:
             state.optimizer.refresh_masters()

@@ -39,6 +39,7 @@ _OF_ALL: Final = re.compile("LBFGS|Prodigy|DAdapt.*|.*SAM")
 """The names of rules that go by a norm or a sum over all parameters, which they add up themselves."""
 _OF_MATRICES: Final = frozenset({"Adafactor", "Muon"})
 """Rules, of torch and others, in which the update of an element depends on its row, its column or its whole matrix."""
+_NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -395,7 +396,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError("there are no shards of parameters without sharded data parallelism")
         return model.data_parallel.shard_group
 
-    # Members that public scripts reach into, and some of which they replace.
+    # --- members that public scripts reach into, and some of which they replace --------------------------------------
 
     def save_optimizer_backcompat(self, *, gather_if_shard: bool = True, **_: Any) -> dict[str, Any]:
         """Return `local_state_dict`, under a name of v1's last versions; their other arguments change nothing here."""
@@ -425,17 +426,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _replace_parameters_of(optimizer: Any) -> None:
-    """Give an optimizer what sharded data parallelism has made of parameters from before the model was wrapped.
+    """Give an optimizer the parameters that sharded data parallelism has put in the place of the script's.
 
-    One that is made before the model is updated by that instead.
+    Where the optimizer is made before the model is wrapped, the model does this.
     """
     if state.model is not None:
         refuse_replaced_parameters(optimizer)
         if state.model.data_parallel is not None:
             state.model.data_parallel.replace_parameters_of(optimizer)
-
-
-_NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
 
 
 @functools.lru_cache(maxsize=8)  # to read a signature takes longer than to clear the gradients

@@ -80,7 +80,7 @@ class StepFunction(Generic[_P, _R]):
                 f"`{self._name}` was called inside another step",
                 hint="a step function calls plain functions",
             )
-        engine, parts = _WITHOUT_MODEL if model is None else (model.engine, model.participants)
+        engine, participants = _WITHOUT_MODEL if model is None else (model.engine, model.participants)
         if model is not None:
             args, kwargs = model.step_inputs(self._name, args, kwargs)
         calls = self._splitter.split(args, kwargs, count, state.device)
@@ -93,18 +93,18 @@ class StepFunction(Generic[_P, _R]):
         try:
             if model is not None and not model.is_prepared:
                 model.prepare(self._function, calls[0])
-            for begin in parts.begin_step:
+            for begin in participants.begin_step:
                 begin(run)
             outputs = engine.run(self, self._body, calls, run)
         except BaseException as error:
             engine.abandon(error)
-            for abandon in parts.abandon_step:
+            for abandon in participants.abandon_step:
                 abandon(error)
             raise
         finally:
             state.step = None
         self._backwards_per_microbatch = run.expected_backwards
-        for end in parts.end_step:
+        for end in participants.end_step:
             end(run)
         if run.total_backwards:
             note_training(self._splitter.size_of, args, kwargs)
@@ -114,9 +114,9 @@ class StepFunction(Generic[_P, _R]):
         return collated
 
     def _label(self, collated: Any, *, trained: bool) -> None:
-        """Give the scalars that the step has returned names, by which they are noted when the script reduces them.
+        """Name the scalars that the step has returned, for the record of their means when the script reduces them.
 
-        The first function that trains returns the loss; what others return begins with their names.
+        What the first training step returns alone is the loss; names from other steps begin with the step's own.
         """
         recorder = latest_recorder()
         if recorder is None:
@@ -135,7 +135,7 @@ class StepFunction(Generic[_P, _R]):
         """Run the function for one microbatch."""
         output = self._function(*call.args, **call.kwargs)
         if not isinstance(output, torch.Tensor):
-            tensors_in(output)  # reading gathers logits that wait for it: a collective of this microbatch
+            tensors_in(output)  # reads lazy logits, so that their collective runs within this microbatch
         return output
 
 
@@ -198,7 +198,7 @@ def step(
 
 
 class StepOutputError(UsageError, AttributeError, TypeError):
-    """A StepOutput was used like a single tensor, to which its microbatches have not been put together."""
+    """A StepOutput was used like one tensor, but it holds one for each microbatch."""
 
 
 class StepOutput:
@@ -209,7 +209,7 @@ class StepOutput:
     """
 
     label: Label | None = None
-    """By which the mean of a scalar is noted."""
+    """The name under which the mean of a scalar is recorded."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self.outputs = list(outputs)
@@ -292,7 +292,7 @@ def collate(values: Sequence[Any]) -> Any:
     first = values[0]
     if all(value is None for value in values):
         return NoOutput(values)
-    if False not in [isinstance(value, torch.Tensor) for value in values]:
+    if all(isinstance(value, torch.Tensor) for value in values):
         return StepOutput(values)
     # Sets have no order: the third member in one microbatch does not belong to the third one in another.
     if isinstance(first, set | frozenset) or any(type(value) is not type(first) for value in values):

@@ -1,4 +1,4 @@
-"""Checks of the arguments of distributed modules."""
+"""Checks of arguments that users pass."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Launch:
     Args:
         local_rank, local_size: among the ranks of this host.
         launcher: name for messages: `torchrun`, `Open MPI`, `SLURM`, `PMI`, or `no launcher`.
-        job_id: identifies this job, if the launcher has such a variable; smpkit's own has `SMPKIT_JOB_TOKEN`, a secret.
+        job_id: identifies this job, if the launcher sets such a variable; smpkit's own sets a secret, SMPKIT_JOB_TOKEN.
         master_address, master_port: where rank 0 listens; None if it is not set.
         agent_store: the launcher itself serves the store at that address, so rank 0 must not (torchrun).
     """
@@ -79,7 +79,7 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
         return Launch()
     rank, world_size = (_number(environment, launcher, name) for name in (launcher.rank, launcher.world_size))
     if rank is None or world_size is None:
-        known, missing = (launcher.rank, launcher.world_size)[:: 1 if world_size is None else -1]
+        known, missing = (launcher.world_size, launcher.rank) if rank is None else (launcher.rank, launcher.world_size)
         raise UsageError(
             f"{known} is set but {missing} is not",
             hint=f"start the script with {launcher.name}, or unset {known} to run one process",
@@ -150,15 +150,15 @@ def _slurm_local_size(text: str, node: int) -> int:
 
 
 def _check_ranges(launcher: _Launcher, rank: int, world_size: int, local_rank: int, local_size: int) -> None:
-    place = f"{launcher.rank}={rank}", f"{launcher.world_size}={world_size}"
-    local = f"{launcher.local_rank}={local_rank}", f"{launcher.local_size}={local_size}"
+    rank_text, world_text = f"{launcher.rank}={rank}", f"{launcher.world_size}={world_size}"
+    local_text, host_text = f"{launcher.local_rank}={local_rank}", f"{launcher.local_size}={local_size}"
     if rank >= world_size:
-        problem = "{} is outside {}".format(*place)
+        problem = f"{rank_text} is outside {world_text}"
     elif local_rank >= local_size:
-        problem = "{} is outside {}".format(*local)
+        problem = f"{local_text} is outside {host_text}"
     # Open MPI counts the ranks of a host in the order in which it binds them, which need not be that of their ranks.
     elif local_size > world_size or (local_rank > rank and launcher is not _OPEN_MPI):
-        problem = "{} of {} contradicts {} of {}".format(*local, *place)
+        problem = f"{local_text} of {host_text} contradicts {rank_text} of {world_text}"
     else:
         return
     hint = f"these are {launcher.name}'s; another launcher or a shell profile may have overwritten one"

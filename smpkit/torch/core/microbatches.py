@@ -30,12 +30,13 @@ class MicrobatchCall(NamedTuple):
 
 
 class _Argument(NamedTuple):
-    """One argument of a step, to be cut along `axis`, or None: to be passed whole."""
+    """One argument of a step."""
 
     name: str
     """For messages: `rest[2]` where `*rest` collects it."""
     value: Any
     axis: int | None
+    """Its batch axis; None: every microbatch gets it whole."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Splitter:
     def size_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Return how many samples and tokens a batch has, by the first tensor that is cut; 0 where it does not tell.
 
-        Integers on two axes are a text: the batch and its positions.
+        A tensor of integers with two axes is taken for text: samples and positions.
         """
         positional, named = self._arguments(args, kwargs)
         for each in (*positional, *named):
@@ -163,8 +164,8 @@ def _split_tensor(
 class StepProgress:
     """One call of a step function, while it runs.
 
-    `backwards` counts the calls of `model.backward` in the current microbatch. `expected_backwards` is how many the
-    microbatch before has made, so that the last one of the step is known, and gradients are reduced while it runs.
+    `backwards` counts the calls of `model.backward` in the current microbatch, `expected_backwards` those that the one
+    before has made: so the last backward of the step is known when it begins, and gradients are reduced while it runs.
     """
 
     num_microbatches: int
@@ -191,7 +192,7 @@ class StepProgress:
 def root_gradient(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
     """Return the gradient that backward starts with at `root`: `grad`, or 1, times `scale`.
 
-    None where torch has to raise: of other roots than real scalars the gradient must be given.
+    Without `grad` that is None for a root that is no real scalar: torch then raises.
     """
     if grad is not None:
         return grad if scale == 1.0 else grad * scale

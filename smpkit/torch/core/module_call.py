@@ -33,15 +33,15 @@ class ModuleCall:
     pp_ranks: frozenset[int] = frozenset()
     """Pipeline ranks on which parts of the module lie; empty if it holds nothing or there is no pipeline."""
     stream: str | None = None
-    """Under which name the call moves its caller's stream of random numbers on; None: it leaves the stream alone."""
+    """The name by which the call moves its caller's stream of random numbers on; None: it does not move it."""
 
     def __init__(self, module: nn.Module) -> None:
         compiled = module._compiled_call_impl
-        before = compiled if isinstance(compiled, ModuleCall) else None
-        self.is_compiled: bool = compiled is not None if before is None else before.is_compiled
-        """Whether `module.compile()` came first."""
-        self.original: OriginalCall = compiled or module._call_impl if before is None else before.original
-        self.checkpointing: CallWrapper | None = None if before is None else before.checkpointing
+        previous = compiled if isinstance(compiled, ModuleCall) else None
+        self.is_compiled: bool = compiled is not None if previous is None else previous.is_compiled
+        """Whether `module.compile()` was called before."""
+        self.original: OriginalCall = compiled or module._call_impl if previous is None else previous.original
+        self.checkpointing: CallWrapper | None = None if previous is None else previous.checkpointing
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleCall:

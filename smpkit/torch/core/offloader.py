@@ -42,7 +42,7 @@ class Parked:
         self._tensors.append((tensor, version_of(tensor)))
 
     def take(self) -> list[Tensor]:
-        """Return them on the device, where the current stream may use them at once; none may have been changed."""
+        """Return the tensors on the device, ready for the current stream; raise if one was changed in place."""
         if any(version_of(tensor) != version for tensor, version in self._tensors):
             raise changed_in_place(f"`{self._name}`")
         # Without their graph, or a hook that the forward adds to an input would run twice in this backward. A subclass
@@ -80,7 +80,7 @@ class Offloader:
         return Parked(self, name, tensors)
 
     def say_it_stays(self, label: str, must_leave: str | None, why: str, hint: str) -> None:
-        """Say that an output that a policy offloads stays on the device: by an error if it must leave, or one line."""
+        """Report that an output which a policy offloads stays on the device: raise if it must leave, else warn once."""
         if must_leave:
             raise UsageError(
                 f"a policy names MUST_CPU_OFFLOAD for {must_leave} in {label}, whose output cannot leave: {why}",
@@ -96,23 +96,23 @@ class Offloader:
             _log.warning("%s", text)
 
     def trial(self, inputs: Sequence[Tensor]) -> AbstractContextManager[object] | None:  # noqa: ARG002
-        """Return a context for a checkpointed call of which only the costs are to be known; None: it will train."""
+        """Return a context to run a checkpointed call in, if only its costs are wanted; None: the call trains."""
         return None
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Take the order of this rank's actions in the step that begins."""
 
     def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
-        """Take note that an action begins."""
+        """Note that an action begins."""
 
     def footprint(self) -> int:
         """Return the host memory, in bytes, that live graphs need: after a first forward, that of a microbatch."""
         return 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Have so much host memory before a step begins.
+        """Reserve host memory before a step begins.
 
-        Pinning may wait for the device, and in the middle of a step two ranks that send to each other could deadlock.
+        Pinning it may wait for the device: in the middle of a step, two ranks that send to each other could deadlock.
         """
 
     def use(self) -> OffloadUse:

@@ -67,7 +67,7 @@ class ModuleManager:
 
 
 class WrappedModel(Protocol):
-    """The part of `DistributedModel` that lower floors use; they cannot import the class."""
+    """The part of `DistributedModel` that lower layers use; they cannot import the class."""
 
     module: nn.Module
     training: bool
@@ -94,7 +94,7 @@ class WrappedModel(Protocol):
 
 
 class WrappedOptimizer(Protocol):
-    """The part of `DistributedOptimizer` that lower floors use."""
+    """The part of `DistributedOptimizer` that lower layers use."""
 
     optimizer: torch.optim.Optimizer
     masters: Any
@@ -128,7 +128,7 @@ class State(Place):
         self.optimizer: WrappedOptimizer | None = None
         """The last optimizer that was wrapped."""
         self.has_several_optimizers = False
-        """Whether another one has taken a step since."""
+        """Whether an optimizer other than the last one has taken a step."""
         self.step: StepProgress | None = None
         """The `@smp.step` call that runs now."""
         self.tracing = False
@@ -150,13 +150,13 @@ class State(Place):
         process_groups: Mapping[CommGroup, dist.ProcessGroup],
         object_group: dist.ProcessGroup,
     ) -> None:
-        """Set what `smp.init()` has found out."""
+        """Set what `smp.init()` has learnt of this process's place."""
         self.cfg, self.launch, self.mesh = cfg, launch, mesh
         self.process_groups, self.object_group = process_groups, object_group
         vars(self).update(vars(Place.of(launch, mesh)))
 
     def end(self) -> None:
-        """Forget that again, and what trained."""
+        """Forget what `begin` has set, and the model and optimizer."""
         for name in _SET_BY_INIT:
             vars(self).pop(name, None)
         self.model = self.optimizer = self.step = None

@@ -11,11 +11,11 @@ from smpkit.observe.summary import KindBytes
 _page: StatusPage | None = None
 _cells: memoryview | None = None
 _layer_numbers: Mapping[str, int] = {}
-"""The page's own: every action and every layer is noted, so it is written there without another call."""
+"""These two are the page's: every layer is noted, so writing to them here saves the call of a method."""
 planner: Callable[[], KindBytes | None] | None = None
-"""Returns what this rank was expected to hold, None where nothing was planned; set by who plans."""
+"""Returns what this rank was expected to hold, None where nothing was planned; set by the code that plans."""
 checkpoints = False
-"""Whether layers of this process have been checkpointed; set by who checkpoints them."""
+"""Whether layers of this process have been checkpointed; set by the code that checkpoints them."""
 
 
 def open_page(rank: int, degrees: tuple[int, int, int], environ: Mapping[str, str]) -> None:

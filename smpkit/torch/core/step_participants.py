@@ -54,8 +54,8 @@ class StepParticipants:
     Each phase is a tuple of the methods of those parts that override it: what a part does not need costs nothing.
     """
 
-    def __init__(self, *parts: StepParticipant) -> None:
-        self._parts = list(parts)
+    def __init__(self) -> None:
+        self._parts: list[StepParticipant] = []
         self._collect()
 
     def add(self, part: StepParticipant) -> None:

@@ -76,7 +76,7 @@ class TensorSpec:
 
 _INTERNED: Final[dict[tuple[Any, ...], TensorSpec]] = {}
 MAX_INTERNED: Final = 1 << 12
-"""Specs that are kept, the oldest first to go; a spec that is made a second time is equal, and compared more slowly."""
+"""How many specs are kept. Of a spec that is dropped and made again, the two objects are equal but compare slowly."""
 
 
 def _interned(*parts: Any) -> TensorSpec:
@@ -95,7 +95,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def spec_of_unwrapped(tensor: torch.Tensor) -> TensorSpec:
-    """Return the same as `spec_of`, where the caller has disabled `__torch_function__`."""
+    """Return what `spec_of` does, for callers that have disabled `__torch_function__` themselves."""
     strides = tensor.stride() if tensor.layout is torch.strided else ()
     parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
     return _INTERNED.get(parts) or _interned(*parts)
@@ -107,7 +107,7 @@ def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def to_layout(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a dense tensor with its dimensions in memory in that order (None: the usual one)."""
+    """Return a dense tensor whose dimensions lie in memory in `order` (None: as in a contiguous tensor)."""
     if tensor.layout is not torch.strided:
         return tensor
     strides = _dense_strides(tensor.shape, order)
@@ -118,17 +118,17 @@ def to_layout(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tens
 
 
 def permute_to_memory(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a tensor with its dimensions in the order of memory (None: as they are)."""
+    """Return a view of a tensor with its dimensions in `order`, that of its memory (None: as they are)."""
     return tensor if order is None else tensor.permute(order)
 
 
 def as_layout(
     dense: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None, strides: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Return dense memory as a tensor of that shape whose dimensions have that order in memory.
+    """Return a view of dense memory with this shape, and its dimensions in memory in `order`.
 
     Args:
-        strides: of that order, but perhaps others for dimensions of size 1; None: those that follow from the shape.
+        strides: they fit `order`, but dimensions of size 1 may have any; None: those that follow from the shape.
     """
     return dense.as_strided(shape, _dense_strides(shape, order) if strides is None else strides)
 
@@ -162,11 +162,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+NON_TENSOR_TYPES: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+"""Common types of leaves that are no tensors and hold none."""
+
+
 def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = torch.Tensor) -> Any:
     """Apply `function` to every tensor in a nested container; a container in which nothing changes stays the same.
 
     Args:
-        kind: of what is mapped, if that is something else than tensors.
+        kind: the class of what is mapped, in place of tensors.
     """
     # Common containers are handled here and not by `tree.children`: this runs for every call of every layer.
     if isinstance(value, kind):
@@ -184,9 +188,6 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kind: type = torch.T
         return value
     mapped = {key: map_tensors(function, part, kind) for key, part in inside.items()}
     return value if all(map(is_, mapped.values(), inside.values())) else rebuild(value, mapped)
-
-
-NON_TENSOR_TYPES: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -> Any:
@@ -207,7 +208,7 @@ def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -
         return value if all(map(is_, parts, value)) else kind(parts)
     inside = value if kind is dict else children(value)
     if inside is None:
-        # An object of the user: its contents may matter, but only its type can be compared between ranks.
+        # An object of the user's: its contents may matter, but ranks can compare no more than its type.
         key += (slice, value.start, value.stop, value.step) if kind is slice else (kind,)
         return value
     if isinstance(value, set | frozenset) and len(value) > 1 and tensors_in(value):
@@ -266,7 +267,7 @@ def flatten(value: Any, weights: list[torch.Tensor] | None = None) -> tuple[list
     """Return the tensors of a nested value, each once, and the structure without them.
 
     Args:
-        weights: takes the parameters, which stay in the structure; None: they are tensors like others.
+        weights: a list to add the parameters to, which then stay in the structure; None: they are tensors like others.
     """
     tensors: list[torch.Tensor] = []
     slots: dict[int, _Slot] = {}

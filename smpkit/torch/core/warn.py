@@ -50,13 +50,13 @@ def warn_user(text: str, line: ScriptLine | None = None, by_rank: int = 0) -> No
         warnings.warn_explicit(text, UserWarning, *line)
         return
     frame = _script_frame(sys._getframe(1))
-    module, names = str(frame.f_globals.get("__name__", "<unknown>")), frame.f_globals
+    names = frame.f_globals
     warnings.warn_explicit(
         text,
         UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
-        module=module,
+        module=str(names.get("__name__", "<unknown>")),
         registry=names.setdefault("__warningregistry__", {}),
     )
 
@@ -70,6 +70,7 @@ def _keep(text: str, rank: int) -> None:
 
 
 def script_line() -> ScriptLine:
+    """Return the line of the script that runs now."""
     frame = _script_frame(sys._getframe(1))
     return frame.f_code.co_filename, frame.f_lineno
 

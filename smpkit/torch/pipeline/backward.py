@@ -27,8 +27,8 @@ from smpkit.torch.pipeline.transport import Transport
 
 _run_backward: Final[Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
-_PYTHON: Final[Any] = torch._C._FunctionBase
-"""Nodes of Functions written in Python: holding such a node does not keep its graph alive."""
+_PythonNode: Final[Any] = torch._C._FunctionBase
+"""The class of nodes of Functions written in Python: holding one does not keep its graph alive."""
 
 
 class _SegmentState:
@@ -178,8 +178,8 @@ def _edge_of(value: torch.Tensor) -> GradientEdge:
     node = value.grad_fn
     if node is None:
         return get_gradient_edge(value)
-    if isinstance(node, _PYTHON):
-        # The node of a view holds it; `get_gradient_edge` does the same, and keeps the activation alive besides.
+    if isinstance(node, _PythonNode):
+        # The node of a view keeps it alive. So does `get_gradient_edge`, which also keeps the activation.
         node = value.view_as(value).grad_fn
         return get_gradient_edge(value) if node is None else GradientEdge(node, 0)
     return tuple.__new__(GradientEdge, (node, value.output_nr))  # what its constructor does, without Python

@@ -38,7 +38,7 @@ def trace_mismatch(traces: Mapping[int, CallTraces], *, ended: bool = False) -> 
 
     Args:
         traces: by pp_rank.
-        ended: no rank will make further calls, so a rank that has made more than another differs.
+        ended: whether all calls have been made: then a rank that has made more than another differs, too.
     """
     for first, second in combinations(sorted(traces), 2):
         for microbatch in sorted(traces[first].keys() & traces[second].keys()):

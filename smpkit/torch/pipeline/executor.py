@@ -83,7 +83,7 @@ class _StepKind:
     has_diverged: bool = False
     """Whether its microbatches run one after the other, for good."""
     footprint: int = 0
-    """The sizes of the blocks of host memory that one microbatch's activations take."""
+    """Bytes of host memory that one microbatch's activations take."""
 
 
 class Executor:
@@ -97,7 +97,7 @@ class Executor:
         """Called after every action, in the order in which they ran; None costs nothing."""
         self._policy = policy
         self._kinds: dict[Hashable, _StepKind] = {}
-        """What is known of kinds of step, the least recently used first."""
+        """By key, the least recently used first."""
         self._has_warned = False
 
     def record(self, on_action: ActionRecorder | None, on_message: MessageRecorder | None) -> None:
@@ -107,26 +107,26 @@ class Executor:
     @property
     def schedules(self) -> dict[Hashable, Schedule]:
         """The schedule of each kind of step that is known and has one."""
-        return {kind: known.plan.schedule for kind, known in self._kinds.items() if known.plan is not None}
+        return {key: kind.plan.schedule for key, kind in self._kinds.items() if kind.plan is not None}
 
     def run(
-        self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
+        self, key: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
     ) -> list[Any]:
         """Run `body(index)` and its backward for each microbatch; return the outputs, with their data on every rank.
 
         Args:
-            kind: what must be equal for a recorded schedule to fit: function, shapes, modes.
+            key: what must be equal for a recorded schedule to fit: function, shapes, modes.
             before_last_backward: called just before this rank's last backward of the step.
         """
-        known = self._known(kind)
-        self.stage.output_specs = known.output_specs
+        kind = self._kind_of(key)
+        self.stage.output_specs = kind.output_specs
         step = _Step(self.stage, body, count, before_last_backward, self.recorder)
         self.stage.begin_step(step.microbatches)
-        if known.plan is None and not known.has_diverged:
-            self._record(known, step, count)
-        plan = known.plan
+        if kind.plan is None and not kind.has_diverged:
+            self._record(kind, step, count)
+        plan = kind.plan
         self.last_schedule = None if plan is None else plan.schedule
-        self._reserve_host_memory(known, count)
+        self._reserve_host_memory(kind, count)
         if plan is None:
             step.run_rest(step.run_forward)
         else:
@@ -135,53 +135,53 @@ class Executor:
         outputs = step.results.share()
         self.stage.transport.end_step()  # sent tensors may be changed from here on
         if any(microbatch.diverged for microbatch in step.microbatches):
-            self._give_up_schedule(known, step.microbatches)
+            self._give_up_schedule(kind, step.microbatches)
         return outputs
 
-    def _known(self, kind: Hashable) -> _StepKind:
+    def _kind_of(self, key: Hashable) -> _StepKind:
         """Return what is known of a kind of step; old kinds are forgotten, since shapes of data may vary without end.
 
-        All ranks run the same steps, so they forget the same: else one would wait for a first result that the other
-        does not broadcast.
+        All ranks run the same steps, so they forget the same kinds; else a rank that has forgotten one would wait for
+        an output spec that no other broadcasts.
         """
-        known = self._kinds.pop(kind, None) or _StepKind(OutputSpecs())
-        self._kinds[kind] = known
+        kind = self._kinds.pop(key, None) or _StepKind(OutputSpecs())
+        self._kinds[key] = kind
         if len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        if len(known.output_specs) > MAX_OUTPUT_SPECS:
+        if len(kind.output_specs) > MAX_OUTPUT_SPECS:
             # Shapes vary within this kind of step. Results are broadcast in program order: record the step again.
-            known.output_specs, known.plan = OutputSpecs(), None
-        return known
+            kind.output_specs, kind.plan = OutputSpecs(), None
+        return kind
 
-    def _record(self, known: _StepKind, step: _Step, count: int) -> None:
+    def _record(self, kind: _StepKind, step: _Step, count: int) -> None:
         """Record the first microbatch of a kind of step, which runs straight through all ranks, and plan the step."""
         microbatch, kept = step.microbatches[0], _kept_tensors(self.stage)
         with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
             step.run_forward(0)
         # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
         reserve(self.stage, step.outputs[0], count)
-        known.footprint = offloader.current().footprint()
+        kind.footprint = offloader.current().footprint()
         _refuse_kept_tensors(kept, microbatch)
         _refuse_buffers_of_values(self.stage)
         schedule = self._policy.schedule(graph_of(microbatch), count)
         check(schedule)
-        known.plan = StepPlan.of(microbatch, schedule)
-        self._reserve_host_memory(known, count)
+        kind.plan = StepPlan.of(microbatch, schedule)
+        self._reserve_host_memory(kind, count)
         self.stage.transport.connect(microbatch.transfers)
 
-    def _reserve_host_memory(self, known: _StepKind, count: int) -> None:
+    def _reserve_host_memory(self, kind: _StepKind, count: int) -> None:
         """Reserve host memory for the microbatches that a plan holds at a time; without a plan, for all of them."""
-        live = count if known.plan is None else known.plan.schedule.peak_live_microbatches[self.stage.rank]
-        offloader.current().reserve(known.footprint * live)
+        live = count if kind.plan is None else kind.plan.schedule.peak_live_microbatches[self.stage.rank]
+        offloader.current().reserve(kind.footprint * live)
 
-    def _give_up_schedule(self, known: _StepKind, microbatches: Sequence[Microbatch]) -> None:
+    def _give_up_schedule(self, kind: _StepKind, microbatches: Sequence[Microbatch]) -> None:
         """Let steps of a kind run in program order for good: a microbatch has left the record."""
         # Nothing will ever arrive in the receives that were posted for the record's transfers.
         self.stage.transport.hosts.forget_posted(len(microbatches))
-        known.plan, known.has_diverged = None, True
+        kind.plan, kind.has_diverged = None, True
         if not self._has_warned:
             self._has_warned = True
-            how, line = next(each.departure for each in microbatches if each.departure is not None)
+            how, line = next(microbatch.divergence for microbatch in microbatches if microbatch.divergence is not None)
             warn_user(_UNSCHEDULED.format(how=how), line or script_line())
 
 
@@ -205,7 +205,6 @@ class _Step:
         self._coroutines: dict[int, MicrobatchCoroutine] = {}
         self._seeds: list[int] = []
         self._recorder = recorder
-        self._is_watched = status.current_page() is not None
         self._offloader = offloader.current()
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
@@ -217,7 +216,7 @@ class _Step:
 
     def run_plan(self, plan: StepPlan) -> None:
         """Run this rank's actions, and start the receives that each of them posts."""
-        self._offloader.follow(plan.schedule.actions[plan.rank])
+        self._offloader.follow(plan.schedule.actions[self.stage.rank])
         for microbatch in self.microbatches:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
@@ -228,7 +227,7 @@ class _Step:
             self._seeds = [random.getrandbits(32) for _ in self.microbatches]
             forward, generators = self._resume_forward, (random.getstate(), np.random.get_state())
         microbatches, transport = self.microbatches, self.stage.transport
-        # Between actions, or buffers would be made in whatever mode the step's code has set.
+        # Post receives between actions: inside one, their buffers would be made under the modes of the step's code.
         for posts, kind, segment, index, is_split in plan.actions:
             for message in posts:
                 if not microbatches[message.microbatch].diverged and (
@@ -236,15 +235,15 @@ class _Step:
                 ):
                     transport.post(message)
             microbatch = microbatches[index]
-            # The schedule does not know the transfers of one that has diverged. `_run_rest` runs it after all scheduled
-            # actions, in an order that is the same on all ranks: else they deadlock.
+            # The schedule does not know the transfers of one that has diverged. `run_rest` runs it after all scheduled
+            # actions, in an order that is the same on all ranks, or they would deadlock.
             if not microbatch.diverged:
                 if kind is not Kind.FORWARD:
                     self._backward(kind, microbatch, segment, is_split)
                 elif index not in self.outputs:
                     forward(index, segment)
         self.run_rest(forward)
-        if generators is not None:  # bodies have left them in other states on each rank
+        if generators is not None:  # microbatches have left them in another state on each rank
             random.setstate(generators[0])
             np.random.set_state(generators[1])
 
@@ -286,8 +285,8 @@ class _Step:
         if len(self.outputs) == len(self.microbatches):
             outputs = [self.outputs[index] for index in range(len(self.outputs))]
             self.results = Results(self.stage, self.microbatches, outputs)
-            self._num_expected = sum(each.num_own_segments for each in self.microbatches)
-            self._num_expected += self._num_split * [each.diverged for each in self.microbatches].count(False)
+            self._num_expected = sum(microbatch.num_own_segments for microbatch in self.microbatches)
+            self._num_expected += self._num_split * sum(not microbatch.diverged for microbatch in self.microbatches)
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -318,8 +317,7 @@ class _Step:
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
     ) -> _T:
-        if self._is_watched:
-            status.begin_action(kind, microbatch.index)
+        status.begin_action(kind, microbatch.index)
         self._offloader.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:
             Current.microbatch = microbatch
@@ -432,8 +430,6 @@ class StepPlan:
     """What one kind of step does on this rank."""
 
     schedule: Schedule
-    rank: int
-    """This one."""
     record: TransferRecord
     split: frozenset[int]
     """Segments of this rank whose backward runs in two halves."""
@@ -459,13 +455,13 @@ class StepPlan:
             ]
             for action in actions
         ]
-        return cls(schedule, rank, record, split, tuple(_planned(actions, receives, split)))
+        return cls(schedule, record, split, tuple(_planned(actions, receives, split)))
 
 
 def _planned(
     actions: Sequence[Action], receives: Sequence[Sequence[Message]], split: frozenset[int]
 ) -> Iterator[PlannedAction]:
-    ahead = num_ahead([sum(each.transfer.spec.num_bytes for each in group) for group in receives])
+    ahead = num_ahead([sum(message.transfer.spec.num_bytes for message in group) for group in receives])
     posted = 0
     for number, action in enumerate(actions):
         # A rank that is about to wait has the time for more.
@@ -476,7 +472,7 @@ def _planned(
 
 
 def num_ahead(received_bytes: Sequence[int]) -> int:
-    """Return for how many of a rank's first actions, which receive so many bytes, receives precede its first wait."""
+    """Return for how many of a rank's first actions, by the bytes that each receives, to post before the first wait."""
     return max(1, sum(num_bytes <= _AHEAD_BYTES for num_bytes in accumulate(received_bytes)))
 
 

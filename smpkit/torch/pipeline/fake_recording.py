@@ -40,12 +40,12 @@ from smpkit.torch.pipeline.backward import mutable_alias
 from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
 from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import Call, CallKind, opened
+from smpkit.torch.pipeline.outputs import Call, CallKind, expand_distributions
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
-from smpkit.torch.pipeline.units import enclosing_unit, install, with_other_names
-from smpkit.torch.placement.placement import pp_ranks_by_parameter
+from smpkit.torch.pipeline.units import install, with_other_names
+from smpkit.torch.placement.placement import enclosing_unit, pp_ranks_by_parameter
 
 
 class LayerOutputs:
@@ -104,13 +104,13 @@ def record_on_fakes(
     device: torch.device,
     outputs: LayerOutputs | None = None,
 ) -> list[RecordedGraph]:
-    """Return for each of some microbatches what it runs and sends.
+    """Return what each microbatch runs and sends.
 
     Args:
         root: the model. Its calls are dispatched afterwards, so it can be described, but not called.
-        calls: of the model under a fake tensor mode, one for each microbatch: its step.
+        calls: for each microbatch a call of its step, under a fake tensor mode.
         device: of the tensors that the model is given.
-        outputs: of layers, as far as they are known.
+        outputs: what is known of the outputs of layers.
     """
     placement = with_other_names(root, assignment.partition_of)
     nothing_is_sent: Any = None
@@ -156,8 +156,8 @@ def _calls_by_segment(
 
 def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
     """Return the unit that a module is or is a part of, or the units that it encloses."""
-    above = enclosing_unit(module, placement)
-    return [unit for unit in placement if unit.startswith(f"{module}.")] if above is None else [above]
+    enclosing = enclosing_unit(module, placement)
+    return [unit for unit in placement if unit.startswith(f"{module}.")] if enclosing is None else [enclosing]
 
 
 def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
@@ -175,7 +175,7 @@ def _sent_value(transfer: P2PTransfer, number: int) -> SentValue:
 
 
 class _FakeMicrobatch(Microbatch):
-    """A microbatch whose calls run nowhere but, to learn their output specs, on fake tensors."""
+    """A microbatch of no rank: a call runs only to learn its output spec, on fake tensors."""
 
     def __init__(self, stage: StageContext, outputs: LayerOutputs | None) -> None:
         super().__init__(stage, 0)
@@ -228,7 +228,7 @@ class _FakeMicrobatch(Microbatch):
         finally:
             self.stage.inside_unit = False
         changes = changed_arguments(tensors, versions, changes_first=call.changes_first)
-        self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, opened(output)), changes)
+        self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, expand_distributions(output)), changes)
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without data in place of the value that every rank would get; count the transfers."""

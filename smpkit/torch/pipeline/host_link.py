@@ -35,7 +35,7 @@ from smpkit.torch.pipeline.messages import (
 )
 
 _LAST_FIRST_TAG: Final = (1 << 30) - (1 << 28)
-"""Tags of messages are smaller than those of `Tag`; a step may have 4,096 microbatches."""
+"""The largest first tag of a step: the tags of 4,096 microbatches still fit below those of `Tag`."""
 
 
 class SentTensor(NamedTuple):
@@ -80,7 +80,7 @@ class HostLink:
         self._forgotten: list[object] = []
         """Receives that were posted and forgotten."""
         self._first_tag = 0
-        """After those of forgotten receives; all ranks count alike."""
+        """Where tags begin, beyond those of forgotten receives; all ranks count alike."""
         self.waiting_since: float | None = None
         """Since when this rank has been waiting for another, of `time.monotonic()`."""
         self.failure: UsageError | None = None
@@ -115,7 +115,7 @@ class HostLink:
         work, buffer = self._posted.pop(message.number)
         self._wait(work, message.sender, message)
         if message.backward:
-            # What has its gradient has arrived.
+            # The receiver has sent the gradient, so the value has arrived.
             if (sent := self._values.pop(message.number - 1, None)) is not None:
                 self._release(sent)
             if is_none_gradient(buffer, spec):

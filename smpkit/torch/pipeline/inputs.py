@@ -66,7 +66,7 @@ class Inputs:
         self._hosts, self._rank, self._device = hosts, state.pp_rank, state.device
         own = [devices.default_generator(self._device)] if devices.is_asynchronous(self._device) else []
         self._generators = [torch.default_generator, *own]
-        # One rank of the job says that its inputs differ: where data is sharded wrongly, it is so everywhere.
+        # One rank reports for the job: data that is sharded wrongly is wrong in every pipeline.
         reports = (self._rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
         self._comparisons_left = _COMPARED_CALLS if reports else 0
 
@@ -80,7 +80,7 @@ class Inputs:
         return self._send(call, arguments) if self._rank == 0 else self._receive(call, arguments)
 
     def _send(self, call: str, arguments: Any) -> Any:
-        structure, tensors, specs = _taken_apart(arguments)
+        structure, tensors, specs = _flatten_inputs(arguments)
         dense = [
             to_layout(tensor.clone() if tensor.is_inference() else tensor.detach(), spec.order)
             for tensor, spec in zip(tensors, specs, strict=True)
@@ -169,7 +169,7 @@ class Inputs:
     def _compare(self, call: str, own: Any, specs: Sequence[TensorSpec], arrived: Sequence[torch.Tensor]) -> None:
         """Say once if this rank has passed other inputs to its first steps than pp_rank 0, whose inputs count."""
         self._comparisons_left -= 1
-        _, tensors, own_specs = _taken_apart(own)
+        _, tensors, own_specs = _flatten_inputs(own)
         shapes, expected = _shapes(own_specs), _shapes(specs)
         if shapes != expected:
             self._comparisons_left = 0
@@ -188,8 +188,8 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _taken_apart(arguments: Any) -> tuple[Structure, list[torch.Tensor], list[TensorSpec]]:
-    """Return the structure of arguments, their tensors, each once, and the specs that these have when they arrive."""
+def _flatten_inputs(arguments: Any) -> tuple[Structure, list[torch.Tensor], list[TensorSpec]]:
+    """Return the structure of arguments, their tensors (each once), and the specs that these have on arrival."""
     tensors, structure = flatten(map_leaves(_without_own_object, arguments))
     return structure, tensors, [spec_of(tensor).without_gradient.as_sent for tensor in tensors]
 

@@ -41,6 +41,10 @@ class P2PTransfer:
     consumer: str = ""
     """What needed the value: a unit or an operation."""
 
+    def __str__(self) -> str:
+        consumer = f" for `{self.consumer}`" if self.consumer else ""
+        return f"{self.spec} from rank {self.source} to rank {self.target}{consumer}"
+
 
 @dataclass(frozen=True)
 class TransferRecord:
@@ -59,7 +63,7 @@ class Message:
     def __init__(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> None:
         self.microbatch, self.transfer, self.backward = microbatch, transfer, backward
         self.number = (microbatch * TRANSFERS_PER_MICROBATCH + transfer.number) * 2 + backward
-        """Its own among the messages of a step; that of a gradient follows that of the value."""
+        """Unique among the messages of a step; a gradient has the number after its value's."""
         self.sender, self.receiver = transfer.source, transfer.target
         if backward:
             self.sender, self.receiver = self.receiver, self.sender

@@ -1,12 +1,12 @@
 """One microbatch of a step on this rank: what it runs here, sends, receives, and leaves for backward.
 
-All ranks run the user's code for every microbatch, so all of them see the same calls and the same transfers in the same
-order, and number them alike. They differ in who holds data: the owner of a call runs it, and the other ranks make
-placeholders from its output spec.
+Every rank runs the user's code for every microbatch, so all ranks see the same calls and transfers in the same order,
+and number them alike. They differ in who holds the data: the owner of a call runs it, and the other ranks make
+placeholders from its output spec (`outputs.py`).
 
 [Note: segments] A rank's work for one microbatch is cut into segments: a new one begins where the rank receives after
-it has sent. What it receives may depend on what it sent, so it may have to wait, and its backward runs in as many
-parts::
+it has sent. What it receives may depend on what it sent, so it may have to wait there, and backward waits at the same
+places in reverse::
 
     rank 0   [embedding] --x-->            --y--> [head, loss]      two segments
     rank 1               --x--> [ layers ] --y-->                   one segment
@@ -57,14 +57,14 @@ from smpkit.torch.pipeline.outputs import (
     Call,
     CallKind,
     Mode,
-    closed,
     describe_difference,
+    expand_distributions,
     has_same_specs,
     infer_output,
     make_call,
     make_placeholders,
-    opened,
     replicated_spec_of,
+    restore_distributions,
     spec_of_leaf,
     with_strides_of,
 )
@@ -83,67 +83,54 @@ if TYPE_CHECKING:
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _OWN_USES: Final = 2
+"""References to a storage that `_give_to_owner` itself accounts for: the tensor's and its own."""
 _NoTorchFunction: Final = torch._C.DisableTorchFunction
-"""Around the engine's own questions to tensors, which are not operations of the step."""
+"""Around this module's own reads of tensors, which must not be dispatched as operations of the step."""
 _WithTorchFunction: Final = torch._C._EnableTorchFunction
-"""Around the user's code inside it."""
-
-
-def _described(spec: TensorSpec, source: int, target: int, consumer: str) -> str:
-    return f"{spec} from rank {source} to rank {target}" + (f" for `{consumer}`" if consumer else "")
-
-
-def _inside_a_unit_error(name: str) -> UsageError:
-    # Inside a unit only its owner runs, so no other rank would take part in this operation.
-    return UsageError(
-        f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an object (a"
-        " cache of keys and values, say), in which smpkit does not look, or in a weight's place"
-        " (torch.func.functional_call)",
-        hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors; make a"
-        " weight in the module that uses it",
-    )
+"""Around the user's code within such a block."""
 
 
 class Microbatch:
     """The run of a step function for one microbatch on this rank."""
 
-    # Set on the class, since most microbatches keep these values.
+    # Defaults on the class, since most microbatches keep them.
     record: TransferRecord | None = None
-    """The transfers that it should make; None if it is the first of its kind, or each may differ."""
+    """The transfers that it should make; None for the first of its kind, and where each microbatch may differ."""
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
-    departure: tuple[str, ScriptLine | None] | None = None
-    """How it has diverged, and at which line of the script; no line: at the end of the step."""
+    divergence: tuple[str, ScriptLine | None] | None = None
+    """How it has diverged, and at which line of the script; None as line: at the end of the step function."""
     has_backward = False
     released = False
     """Whether nothing is kept for backward any more."""
     before_wait: Callable[[], None] | None = None
-    """Called where a new segment begins: lets other work of this rank go first."""
+    """Called where a new segment begins, to run other work of this rank instead of waiting."""
     unit_wrapper: CallWrapper | None = None
-    """Wraps each unit that code between units calls: recomputation by torch's checkpoint."""
-    _in_hooks = 0
+    """Wraps each unit that code between units calls: torch's checkpoint, around such code, recomputes unit by unit."""
+    _num_open_hooks = 0
+    """How many blocks of hooks on saved tensors the code is in."""
     _consumer = ""
-    """The latest call, which needs what is transferred."""
+    """The latest call, for which values are transferred."""
 
     def __init__(self, stage: StageContext, index: int) -> None:
         self.stage = stage
         self.index = index
         self.transfers: list[P2PTransfer] = []
         self.call_trace: list[str] = []
-        """All calls and transfers in order: the same on every rank, or the ranks run different programs."""
+        """All calls and transfers in order; if they differ between ranks, the ranks run different programs."""
         self.unsplittable: set[int] = set()
-        """Segments of this rank in which hooks were used that run in every walk through the graph."""
+        """Segments of this rank whose backward must run in one: their hooks would run in both halves."""
         self._rank, self._device_type, self._output_specs = stage.rank, stage.device.type, stage.output_specs
         self.current_segments = [0] * stage.size
         """The segment that each rank is in."""
         self._sent = [False] * stage.size
-        """By rank, whether it has sent in its present segment: its next receive begins a new one."""
+        """By rank, whether it has sent in its current segment: its next receive begins a new one."""
         self._sent_versions: list[tuple[int, torch.Tensor, int]] = []
-        """While this microbatch is recorded: number, value and version of all that this rank has sent."""
+        """While this microbatch is recorded: number, tensor and version of each value that this rank has sent."""
         self._weights: dict[int, tuple[torch.Tensor, StageTensor]] = {}
-        """By id, the weights (and views of weights) that it has used as values, and those values."""
+        """By id, the weights (and views of weights) used as values, and their stage tensors."""
         self._fresh: dict[int, weakref.ref[torch.Tensor]] = {}
-        """By id, the tensors that code between units has made of nothing, on every rank."""
+        """By id, the tensors that a factory such as `torch.zeros` has just made between units, on every rank."""
         self.changes = ValueChanges(stage, self.current_segments)
         self.backward_work = BackwardWork(stage.transport, index)
 
@@ -169,7 +156,7 @@ class Microbatch:
         """Run one torch operation on the rank that has its data; `mode` is what else decides its result's shape."""
         # Names of operations that change their first argument end with an underscore, or `inplace` says so.
         changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
-        targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
+        targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs.get("out"))
         if not targets:
             return self.run_plain_operation(func, name, args, kwargs, mode)
         if self.stage.inside_unit:
@@ -179,19 +166,20 @@ class Microbatch:
                 raise parameter_change_error(name, target)
             if type(target) is not StageTensor:
                 self._give_to_owner(target, name, owner_of_operation(args, kwargs, self.stage))
-        result = self.run_on_owner(targets[0].owner, Call(func, name, func, args, kwargs, None, None, True, changes))
+        call = Call(func, name, func, args, kwargs, is_operation=True, changes_first=changes)
+        result = self.run_on_owner(targets[0].owner, call)
         return targets[0] if isinstance(result, StageTensor) else result
 
     def note_fresh(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that code between units has just made, on every rank, as `torch.zeros` does."""
+        """Note a tensor that a factory such as `torch.zeros` has just made between units, on every rank."""
         self._fresh[id(tensor)] = weakref.ref(tensor)
 
     def _give_to_owner(self, tensor: torch.Tensor, name: str, owner: int) -> None:
-        """Let a fresh tensor be a value of one rank, which fills it in place; raise for what others may see, too."""
+        """Make a fresh tensor a value of rank `owner`, which fills it in place; raise if other tensors may share it."""
         fresh = self._fresh.pop(id(tensor), None)
         with _NoTorchFunction():
             storage = tensor.untyped_storage() if fresh is not None and fresh() is tensor else None
-            # Views of it would stay as they are on other ranks. The tensor and `storage` itself count as uses.
+            # Views of it would keep their contents on the other ranks.
             if storage is None or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES:
                 raise held_everywhere_error(name, tensor)
             value = tensor.detach() if owner == self._rank else None
@@ -209,7 +197,7 @@ class Microbatch:
     def run_on_owner(self, owner: int, call: Call) -> Any:
         """Run a call on rank `owner`, and make placeholders of its result everywhere else.
 
-        Every rank makes the same transfers, whether it sends, receives or only counts them.
+        Every rank goes through the same transfers: it sends, receives, or only counts.
         """
         with _NoTorchFunction():
             # Before any wait: if ranks differ in this very call, the trace of a waiting rank must show it.
@@ -224,13 +212,13 @@ class Microbatch:
                 kind is None
                 or kwargs
                 or kind.mode != mode
-                or (usual := self._usual_arguments(kind, owner, args)) is None
+                or (matched := self._match_latest(kind, owner, args)) is None
             ):
-                kind, args, kwargs = self._describe(owner, call, mode)
+                kind, args, kwargs = self._look_up(owner, call, mode)
                 if kind.output_spec is MISSING:
                     self._begin_new_kind(call, kind, (args, kwargs))
             else:
-                args = usual
+                args = matched
             if owner == self._rank:
                 result, tensors = self._run_call(call, kind, args, kwargs)
             else:
@@ -239,10 +227,10 @@ class Microbatch:
                 self.changes.apply(kind.changes, owner, call.name, (call.args, call.kwargs), (args, kwargs), tensors)
             return result
 
-    def _usual_arguments(self, kind: CallKind, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return arguments like those of the latest call as `owner` has them; transfers them first, as all ranks do.
+    def _match_latest(self, kind: CallKind, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Transfer the arguments to rank `owner` and return them, if they are like those of the latest call.
 
-        None: they are others; see [Note: the latest call].
+        Else return None, and `_look_up` finds the kind by a key; see [Note: the latest call].
         """
         arguments = kind.arguments
         if arguments is None or len(args) != len(arguments) or kind.output_spec is MISSING:
@@ -265,8 +253,8 @@ class Microbatch:
                 return None
         return args
 
-    def _describe(self, owner: int, call: Call, mode: Mode) -> tuple[CallKind, tuple[Any, ...], dict[str, Any]]:
-        """Look up the kind of a call by a key made of its arguments, and transfer those.
+    def _look_up(self, owner: int, call: Call, mode: Mode) -> tuple[CallKind, tuple[Any, ...], dict[str, Any]]:
+        """Look up the kind of a call by a key made of its arguments, and transfer those to rank `owner`.
 
         Returns the kind, and the arguments as rank `owner` has them.
         """
@@ -283,7 +271,7 @@ class Microbatch:
                     refuse_made_of_weights(tensor, self.stage)
                     key.append(replicated_spec_of(tensor))
                     return tensor
-                comparable = None  # it may have to be sent each time
+                comparable = None  # whether a weight must be sent depends on the owner: look it up each time
                 if self.stage.holds(owner, weight):
                     key.append(dense_spec_of(tensor))
                     return tensor
@@ -307,7 +295,7 @@ class Microbatch:
         return self._weights[id(tensor)][1]
 
     def _begin_new_kind(self, call: Call, kind: CallKind, arguments: Arguments) -> None:
-        """Infer what a new kind of call returns; where that cannot be, get ready for its owner to broadcast it."""
+        """Infer what a new kind of call returns; where that is impossible, prepare for its owner to broadcast it."""
         output_specs = self._output_specs
         if call.is_operation and not call.changes_first:
             inferred = infer_output(call.function, *arguments, self._spec_without_data, self.stage.device)
@@ -317,11 +305,11 @@ class Microbatch:
                 return
         if self.record is not None and not self.diverged and output_specs.expect_other_floats(kind):
             return
-        # All ranks must reach a broadcast in program order. Other work runs first, and may tell what this call returns.
+        # All ranks must reach a broadcast in program order, so scheduled work runs first; it may include such a call.
         self._diverge(f"`{call.name}` was called in a way in which the first one did not call it")
 
     def _spec_without_data(self, tensor: torch.Tensor) -> TensorSpec | None:
-        """Return what all ranks know of a value that one of them holds; None for one that all of them hold."""
+        """Return the spec of a tensor whose data some ranks lack; None for one that all ranks hold."""
         if type(tensor) is StageTensor:
             return tensor.spec
         return None if self.stage.weight_of(tensor) is None else dense_spec_of(tensor)
@@ -329,7 +317,7 @@ class Microbatch:
     def _placeholders(self, owner: int, call: Call, kind: CallKind) -> Any:
         """Return the result of a call that another rank runs."""
         if call.has_closed_stream is not None:
-            self.stage.random.skip(call.name)  # as on the owner, so that streams stay equal on all ranks
+            self.stage.random.skip(call.name)  # else what follows would draw other numbers here than on the owner
         spec, device = kind.output_spec, self.stage.device
         if type(spec) is TensorSpec:  # most calls
             return make_stage_tensor(spec, device, owner)
@@ -346,10 +334,10 @@ class Microbatch:
         stage, name, is_closed, known = self.stage, call.name, call.has_closed_stream, kind.output_spec
         if is_closed:
             self.backward_work.units[self.current_segments[self._rank]].append(name)
-        # Only after all transfers: a receive may have begun a segment, in which older values are detached.
+        # Only after all transfers: a receive may have begun a segment, in which values of older ones are detached.
         args, kwargs, tensors = self._as_local_data(kind, owner_args, owner_kwargs)
         versions = versions_of(tensors)
-        # Calls of a kind do the same, so to look into containers once is enough.
+        # Calls of one kind do the same, so checking their containers once is enough.
         contents = contents_of((args, kwargs)) if known is MISSING else None
         kept = None if is_closed is None else stage.random.enter(name, is_closed)
         try:
@@ -362,7 +350,7 @@ class Microbatch:
                 if kept is not None:
                     stage.random.leave(kept)
             has_changed = call.changes_first or versions != versions_of(tensors)
-            # Most calls return what is known, and nothing else happens.
+            # The fast path: most calls change nothing and return one tensor of the known spec.
             if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
                 return make_stage_tensor(
                     known, stage.device, self._rank, output, self.current_segments[self._rank]
@@ -372,7 +360,7 @@ class Microbatch:
             changes = changed_arguments(tensors, versions, changes_first=call.changes_first) if has_changed else ()
             return self._publish(name, kind, output, changes), tensors
         except Exception:
-            stage.failed_alone = True  # no other rank runs this, so the others wait for a message that does not come
+            stage.failed_alone = True  # no other rank runs this: the others would wait for a message in vain
             raise
 
     def _as_local_data(
@@ -380,7 +368,7 @@ class Microbatch:
     ) -> tuple[Sequence[Any], dict[str, Any], list[torch.Tensor]]:
         """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
-        if kind.has_tensors_only and not self.changes.missed:  # most calls: no need to look into containers
+        if kind.has_tensors_only and not self.changes.missed:  # the fast path: there are no containers
             segment = self.current_segments[self._rank]
             for part in args:
                 if type(part) is StageTensor and part.segment == segment and part.value is not None:
@@ -389,18 +377,18 @@ class Microbatch:
                     tensors.append(self._local_value(part))
             return tensors, kwargs, tensors
 
-        def real(tensor: torch.Tensor) -> torch.Tensor:
+        def to_local(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(self._local_value(tensor))
             return tensors[-1]
 
-        args = map_tensors(real, args)
-        return args, map_tensors(real, kwargs) if kwargs else kwargs, tensors
+        args = map_tensors(to_local, args)
+        return args, map_tensors(to_local, kwargs) if kwargs else kwargs, tensors
 
     def _local_value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's data of a value that it owns, detached if an earlier segment made it."""
+        """Return the data of a value that this rank owns, detached if an earlier segment made it."""
         segment = self.current_segments[self._rank]
         if type(tensor) is not StageTensor:
-            # Every rank makes a plain tensor by itself. One with a graph counts as made in the first segment.
+            # Every rank has made a plain tensor by itself. One with a graph counts as made in the first segment.
             if segment > 0 and tensor.requires_grad and not tensor.is_leaf:
                 return self.backward_work.cut(tensor, 0, segment)
             return tensor
@@ -415,17 +403,17 @@ class Microbatch:
     def _publish(self, name: str, kind: CallKind, output: Any, changes: tuple[Change, ...]) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if its kind is new."""
         device, owner, segment = self.stage.device, self._rank, self.current_segments[self._rank]
-        known, is_one = kind.output_spec, type(output) is torch.Tensor
-        if kind.is_inferred and not (is_one and output.stride() == known.stride):
+        known, is_tensor = kind.output_spec, type(output) is torch.Tensor
+        if kind.is_inferred and not (is_tensor and output.stride() == known.stride):
             output = with_strides_of(known, output)
-        if not is_one:
+        if not is_tensor:
             refuse_nonresident(name, output)
         if known is MISSING and any(each.is_nested or each.layout is not torch.strided for each in tensors_in(output)):
             raise UsageError(
                 f"`{name}` returned a nested or a sparse tensor, whose layout other pipeline ranks cannot know",
                 hint="make it and use it in one torch.nn.Module, or return its values and offsets or indices",
             )
-        parts = output if is_one else opened(output)
+        parts = output if is_tensor else expand_distributions(output)
         stage_tensors = map_tensors(
             lambda tensor: make_stage_tensor(spec_of_unwrapped(tensor), device, owner, tensor, segment), parts
         )
@@ -443,7 +431,7 @@ class Microbatch:
         for change in changes:
             if change not in kind.changes:
                 raise unrecorded_change_error(name, change)
-        return stage_tensors if parts is output else closed(stage_tensors)
+        return stage_tensors if parts is output else restore_distributions(stage_tensors)
 
     # --- transfers -----------------------------------------------------------------------------------------------
 
@@ -480,7 +468,7 @@ class Microbatch:
         return to_layout(self._local_value(mine).detach(), tensor.spec.as_sent.order)
 
     def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
-        """Send a value from its owner to `target`; all ranks call this alike, and count segments and transfers."""
+        """Send a value from its owner to `target`; all ranks call this alike, to count segments and transfers."""
         source, spec = tensor.owner, spec.as_sent
         self.call_trace.append(f"a transfer of {spec} from rank {source} to rank {target}")
         begins_segment = self._sent[target]  # see [Note: segments]
@@ -493,7 +481,7 @@ class Microbatch:
         if source == self._rank:
             self._send(tensor, transfer)
         elif target == self._rank and begins_segment and self.before_wait is not None:
-            self.before_wait()  # let other microbatches run instead of waiting for this value
+            self.before_wait()  # other microbatches run while this value is under way
         copy = make_stage_tensor(spec, self.stage.device, target, None, self.current_segments[target])
         if target == self._rank:
             self.changes.note_received(copy)
@@ -506,13 +494,13 @@ class Microbatch:
         if value.requires_grad is not tensor.spec.requires_grad:
             self.stage.failed_alone = True  # no other rank knows what lies in the same memory
             raise changed_through_view_error(tensor, transfer.target)
-        # Send first, since the target waits for it; the bookkeeping can come later.
+        # Send first, since the target waits for it; bookkeeping can come later.
         sent, message = value.detach(), Message(self.index, transfer, False)
         if record is None:
             transport.announce(message)
         # The value may be changed in place while it travels, unless the record says that it is not.
         is_unchanged = record is not None and transfer.number not in record.changed
-        if not is_unchanged:
+        if self.record is None:
             self._sent_versions.append((transfer.number, sent, version_of(sent)))
         transport.send(sent, message, copy=not is_unchanged)
         tensor.sent_version = version_of(sent)
@@ -521,12 +509,12 @@ class Microbatch:
 
     def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
         stage, spec, message = self.stage, transfer.spec, Message(self.index, transfer, False)
-        if self._in_hooks:
+        if self._num_open_hooks:
             self.unsplittable.add(transfer.target_segment)
         if self.diverged or self.record is None:
             text = stage.transport.announced(message)
             if not spec.text.startswith(text):
-                stage.failed_alone = True  # the sender has got its message off, and waits for others
+                stage.failed_alone = True  # the sender is done with this message, and waits for others
                 raise UsageError(
                     f"pipeline rank {transfer.source} sends {text} for `{self._consumer}` in microbatch {self.index},"
                     f" where pipeline rank {self._rank} expects {spec}",
@@ -538,23 +526,14 @@ class Microbatch:
         return self.backward_work.add_receive(value, transfer) if spec.requires_grad else value
 
     def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
-        """Return the next transfer of the record; diverge where that is another one, or there is none."""
-        number, record = len(self.transfers), self.record
-        if record is not None and not self.diverged:
-            known = record.transfers[number] if number < len(record.transfers) else None
-            if (
-                known is not None
-                and (known.source, known.target) == (source, target)
-                and (known.spec is spec or known.spec == spec)
-            ):
-                return known
-            expected = "nothing more"
-            if known is not None:
-                expected = _described(known.spec, known.source, known.target, known.consumer)
-            sent = _described(spec, source, target, self._consumer)
-            self._diverge(f"it sent {sent}, where the first one sent {expected}")
+        """Return the record's next transfer if it is this one; else diverge from the record, and make a new one."""
+        number, record, known = len(self.transfers), self.record, None
         if record is not None:
-            # Numbers, hence tags, that the record does not have: receives that were posted for it must not match.
+            if not self.diverged and number < len(record.transfers):
+                known = record.transfers[number]
+                if (known.source, known.target) == (source, target) and (known.spec is spec or known.spec == spec):
+                    return known
+            # Use numbers, and so tags, beyond the record's: receives that were posted for it must not match.
             number += len(record.transfers)
         if number >= TRANSFERS_PER_MICROBATCH:
             raise UnsupportedError(
@@ -563,25 +542,27 @@ class Microbatch:
                 hint="put a loop that goes from rank to rank and back (as over time steps) into one torch.nn.Module, "
                 "which is placed as a whole",
             )
-        return P2PTransfer(
-            number, source, target, self.current_segments[source], self.current_segments[target], spec, self._consumer
-        )
+        segments = self.current_segments[source], self.current_segments[target]
+        transfer = P2PTransfer(number, source, target, *segments, spec, self._consumer)
+        if record is not None and not self.diverged:
+            self._diverge(f"it sent {transfer}, where the first one sent {known or 'nothing more'}")
+        return transfer
 
     def _diverge(self, how: str) -> None:
-        """Diverge from the record, and first run everything that follows it."""
+        """Leave the record for good, and run everything that still follows it first."""
         if self.record is not None and not self.diverged:
-            self.diverged, self.departure = True, (how, script_line())
+            self.diverged, self.divergence = True, (how, script_line())
             if self.before_wait is not None:
                 self.before_wait()
 
     def end_forward(self, output: Any) -> None:
-        """Note that the code of this microbatch has run to its end, and what it has returned."""
+        """Note that the step function has run to its end, and what it has returned."""
         self.changes.end(output)
-        # An entry of its own, so that a rank whose program ends earlier than its neighbour's is reported.
+        # An entry in the trace, so that a rank whose program ends earlier than its neighbour's is reported.
         self.call_trace.append("the end of the step function")
         if self.record is not None and len(self.transfers) < len(self.record.transfers):
-            # As `_diverge`, but no code is left that could wait for others.
-            self.diverged, self.departure = True, ("it ended before the first one", None)
+            # As `_diverge` does, but no code is left that could wait for other ranks.
+            self.diverged, self.divergence = True, ("it ended before the first one", None)
 
     def make_record(self) -> TransferRecord:
         changed = [number for number, sent, version in self._sent_versions if version_of(sent) != version]
@@ -594,14 +575,14 @@ class Microbatch:
         """Note where backward starts, and with which gradients times `scale`; the schedule decides when it runs.
 
         Args:
-            grads: for each root its gradient, None for one that is a scalar.
+            grads: the gradient of each root; None for a scalar.
         """
         self.has_backward = True
         self._consumer = "model.backward"
         self.call_trace.append(self._consumer)  # a rank that leaves it out would train on without these gradients
         with _NoTorchFunction():
             for root, grad in zip(roots, grads, strict=True):
-                # All ranks hold a loss that no unit took part in; it must count once.
+                # A loss in which no unit took part is held by all ranks; it must count once.
                 owner = 0
                 if isinstance(root, StageTensor):
                     owner = root.owner
@@ -617,12 +598,12 @@ class Microbatch:
                     self.backward_work.add_root(value, start, self.current_segments[self._rank])
 
     def note_hooks(self, change: int) -> None:
-        """Note that the present segment uses hooks that run in every walk through the graph.
+        """Note that the current segment uses hooks that would run in both halves of a split backward.
 
         Args:
-            change: 1 where code enters hooks on saved tensors, -1 where it leaves them, 0 for any other hook.
+            change: 1 where code enters a block of hooks on saved tensors, -1 where it leaves it, 0 for any other hook.
         """
-        self._in_hooks += change
+        self._num_open_hooks += change
         self.unsplittable.add(self.current_segments[self._rank])
 
     def release(self) -> None:
@@ -631,3 +612,14 @@ class Microbatch:
         self._fresh.clear()
         self._sent_versions.clear()
         self.released = True
+
+
+def _inside_a_unit_error(name: str) -> UsageError:
+    # Inside a unit only its owner runs, so no other rank would take part in this operation.
+    return UsageError(
+        f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an object (a"
+        " cache of keys and values, say), in which smpkit does not look, or in a weight's place"
+        " (torch.func.functional_call)",
+        hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors; make a"
+        " weight in the module that uses it",
+    )

@@ -27,10 +27,10 @@ _NoTorchFunction: Final = torch._C.DisableTorchFunction
 
 
 class OneStage:
-    """Runs steps of `root` on this rank; without a model, of what the step function does.
+    """Runs the steps of a model (or of a step function without one) on this rank.
 
-    Not a pipeline of one rank: that holds back each backward until its forward has ended, and a script may look at
-    gradients right after `model.backward`.
+    It is no pipeline of one rank: a pipeline holds each backward back until its forward has ended, but here a script
+    may look at gradients right after `model.backward`.
     """
 
     def __init__(self, root: nn.Module | None, participants: StepParticipants) -> None:
@@ -90,7 +90,7 @@ class OneStage:
     ) -> None:
         """Run backward now; inside a step or outside any."""
         gradients: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
-        with _NoTorchFunction():  # looking at a loss is no operation between units
+        with _NoTorchFunction():  # or the mode for random streams would see these as operations between units
             scaled = list(map(root_gradient, roots, gradients, [scale] * len(roots)))
         step, participants = state.step, self._participants
         if step is not None:
@@ -118,20 +118,17 @@ class OneStage:
         """Refuse `loss.backward()` where its gradients would miss a scale: of the microbatch, or of the loss."""
         # On the first trained parameter only: nearly every backward reaches it, and a hook on each would cost time.
         first = next((param for param in root.parameters() if param.requires_grad), None)
-        if first is not None:
-            # A weak reference: the garbage collector does not see what torch's hook holds, and would keep the model.
-            reference = weakref.ref(self)
-
-            def check(_: torch.Tensor) -> None:
-                engine = reference()
-                if engine is not None:
-                    engine._refuse_backward_on_tensor()
-
-            first.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
-
-    def _refuse_backward_on_tensor(self) -> None:
-        if state.model is None or state.model.engine is not self or self._in_backward:
+        if first is None:
             return
-        if state.step is not None or state.loss_scale != 1.0:
-            where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
-            raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
+        # A weak reference: the garbage collector does not see what torch's hook holds, and would keep the model.
+        reference = weakref.ref(self)
+
+        def check(_: torch.Tensor) -> None:
+            engine = reference()
+            if engine is None or state.model is None or state.model.engine is not engine or engine._in_backward:
+                return
+            if state.step is not None or state.loss_scale != 1.0:
+                where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
+                raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
+
+        first.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]

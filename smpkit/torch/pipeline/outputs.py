@@ -1,22 +1,22 @@
 """What calls return, so that ranks which do not run a call can go on without waiting for it.
 
-Others make placeholders from the *output spec* of the call: the result with a TensorSpec in place of each tensor. A new
-kind of operation is *inferred*: every rank runs it on fake tensors, alike, and the owner gives its result the strides
-that the others expect. What cannot be inferred (a module, a shape that depends on values of one rank) the owner tells,
-and with it which arguments the call changes in place (`changes.py`). Equal kinds of call have equal keys: the module or
-operation, its mode, and the specs of its arguments.
+They make placeholders from the *output spec* of the call: its result with a TensorSpec in place of each tensor. That of
+a new kind of operation is *inferred*: every rank runs the operation on fake tensors and comes to the same spec, and the
+owner gives its result these strides. What cannot be inferred (a module, a shape that depends on values of one rank) the
+owner broadcasts, and with it which arguments the call changes in place (`changes.py`). Calls are of one kind if their
+keys are equal: the module or operation, its mode, and the specs of its arguments.
 
 [Note: the latest call] Most calls have the same arguments as the same call in the microbatch before. So for each module
-and operation the latest call is kept in a form that is compared part by part, mostly by identity, and no key is made.
-Only where that fails is the call described by a key, and looked up among all.
+and operation the latest call is kept in a form that is compared part by part, mostly by identity, without making a key.
+Only where they differ is the kind of call looked up by its key.
 
 Hugging Face models have outputs that no call returns: hooks put hidden states, attentions or router logits into lists,
 *output collectors*, that the model's forward has opened. Over a pipeline the hooks run where the layer runs, so the
 lists would fill on its rank alone, and a loss made of them would miss what other ranks hold. So a unit returns, beside
 its result, what it has added to the lists, and every rank adds that to its own.
 
-Other ranks make a `torch.distributions.Distribution` anew, of its tensors. Of any other object that is no container,
-such as a cache of keys and values, they cannot make placeholders: they get an `AbsentObject`.
+Other ranks rebuild a `torch.distributions.Distribution` from its tensors. For any other object that is no container,
+such as a cache of keys and values, they have no placeholder: they get an `AbsentObject`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MISSING: Final[Any] = object()
 """The output spec of a new kind of call. Not None, which is what a call such as `x[0] = 1` returns."""
 
 Mode = tuple[object, bool, torch.dtype | None]
-"""What else decides a result: the mode of the module or operation, grad mode, and the dtype of autocast."""
+"""What decides a result besides the arguments: the mode of the module or operation, grad mode, autocast's dtype."""
 
 _CONSTANTS: Final[tuple[Any, ...]] = (*NON_TENSOR_TYPES, complex, bytes, slice, type, Enum)
 """Leaves of a result that other ranks may copy: `has_same_specs` sees if a later call returns another one."""
@@ -69,7 +69,7 @@ class Call(NamedTuple):
     target: Any
     """What identifies it among the kinds of call: an operation, or the name of a module."""
     name: str
-    """For messages, and for its stream of random numbers."""
+    """Names it in errors, and its stream of random numbers."""
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -78,13 +78,13 @@ class Call(NamedTuple):
     has_closed_stream: bool | None = None
     """Whether its stream of random numbers is a closed one; None if it has none of its own."""
     is_operation: bool = False
-    """Whether it is an operation of torch, and not code of modules, in which no call is dispatched."""
+    """Whether it is an operation of torch; a module's own code runs as a whole, its calls are not dispatched."""
     changes_first: bool = False
     """Whether it certainly changes its first argument in place."""
 
 
 make_call: Final[Callable[[tuple[Any, ...]], Call]] = functools.partial(tuple.__new__, Call)
-"""Makes a call of all its fields, as `Call` does but without Python: every layer and operation makes one."""
+"""`Call` of a tuple of all its fields, without the Python of its constructor: every layer and operation makes one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,7 @@ class CallKind:
     arguments: tuple[Any, ...] | None = None
     """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
     is_inferred: bool = False
-    """Whether no rank had run such a call when its output spec was made."""
+    """Whether its output spec was inferred, before any rank had run such a call."""
     has_tensors_only: bool = False
     """Whether its positional arguments are tensors, all of them."""
 
@@ -139,9 +139,9 @@ class OutputSpecs:
         self._with_other_floats[_without_floats(kind.key)] = kind
 
     def expect_other_floats(self, kind: CallKind) -> bool:
-        """Expect a kind of call to return what one with other floats (a temperature) has returned, if there is one.
+        """Expect a call to return what one with other floats (a temperature) has returned, if there is one.
 
-        They seldom decide shapes; if they do, the owner says so.
+        Floats seldom decide shapes; where they do, the owner raises.
         """
         other = self._with_other_floats.get(_without_floats(kind.key))
         if other is None:
@@ -208,37 +208,39 @@ class AbsentObject:
 
 
 def spec_of_leaf(leaf: Any, name: str) -> Any:
-    """Return what stands in an output spec for a leaf of what `name` has returned, a stage tensor or anything else."""
+    """Return the entry of an output spec for one leaf (a stage tensor or anything else) of what `name` has returned."""
     if type(leaf) is StageTensor:
         return leaf.spec
     return leaf if isinstance(leaf, _CONSTANTS) else AbsentObject(type(leaf).__name__, name)
 
 
 @dataclass
-class _Opened:
-    """A distribution that a layer has returned, as a container of what it holds."""
+class _Expanded:
+    """Stands for a `torch.distributions.Distribution` as a container of its attributes, in which tensors are found."""
 
     kind: type
     attributes: dict[str, Any]
 
 
-def opened(output: Any) -> Any:
-    """Return what a layer has returned with containers in place of distributions."""
-    return map_leaves(_opened, output)
+def expand_distributions(value: Any) -> Any:
+    """Put a container of its attributes in place of each distribution in a nested value."""
+    return map_leaves(_expand, value)
 
 
-def _opened(leaf: Any) -> Any:
-    return _Opened(type(leaf), opened(vars(leaf))) if isinstance(leaf, Distribution) else leaf
+def _expand(leaf: Any) -> Any:
+    return _Expanded(type(leaf), expand_distributions(vars(leaf))) if isinstance(leaf, Distribution) else leaf
 
 
-def closed(value: Any) -> Any:
-    """Undo `opened`."""
-    if type(value) is _Opened:
+def restore_distributions(value: Any) -> Any:
+    """Undo `expand_distributions`, without the constructors of the distributions, which may check their arguments."""
+    if type(value) is _Expanded:
         distribution: Any = object.__new__(value.kind)
-        vars(distribution).update(closed(value.attributes))
+        vars(distribution).update(restore_distributions(value.attributes))
         return distribution
     inside = children(value)
-    return value if inside is None else rebuild(value, {key: closed(part) for key, part in inside.items()})
+    if inside is None:
+        return value
+    return rebuild(value, {key: restore_distributions(part) for key, part in inside.items()})
 
 
 def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any:
@@ -251,11 +253,11 @@ def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any
     if inside is None:
         return output_spec
     result = rebuild(output_spec, {key: make_placeholders(part, device, owner) for key, part in inside.items()})
-    return closed(result) if type(result) is _Opened else result
+    return restore_distributions(result) if type(result) is _Expanded else result
 
 
 def has_same_specs(left: Any, right: Any) -> bool:
-    """Return whether other ranks, which have made their result of one output spec, may take it for the other."""
+    """Return whether placeholders that other ranks have made from one output spec are right for the other, too."""
     if isinstance(left, TensorSpec) or isinstance(right, TensorSpec):
         return bool(left == right)
     parts, others = children(left), children(right)
@@ -293,9 +295,9 @@ def infer_output(
     known: Callable[[torch.Tensor], TensorSpec | None],
     device: torch.device,
 ) -> Any:
-    """Return the output spec of an operation between units, which changes no argument.
+    """Return the output spec of an operation between units that changes no argument; all ranks come to the same one.
 
-    Returns MISSING where that takes the data of the arguments, on all ranks alike.
+    Returns MISSING where it depends on the data of the arguments.
 
     Args:
         args, kwargs: stage tensors, other tensors, and anything else.
@@ -343,17 +345,18 @@ def _without_deciding_values(
     Fake tensors have no values. Those that every rank holds are looked at here.
     """
     if function is torch.Tensor.__getitem__:
-        return function, (args[0], _positions(args[1])), kwargs
+        return function, (args[0], _masks_to_positions(args[1])), kwargs
     if function in (torch.Tensor.masked_select, torch.masked_select):
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-        return lambda value, *index: value.expand(shape)[index], (args[0], *_positions(args[1].expand(shape))), {}
+        positions = _masks_to_positions(args[1].expand(shape))
+        return lambda value, *index: value.expand(shape)[index], (args[0], *positions), {}
     if function in (torch.Tensor.repeat_interleave, torch.repeat_interleave) and type(args[1]) is torch.Tensor:
         return function, args, {**kwargs, "output_size": int(args[1].sum())}
     return function, args, kwargs
 
 
-def _positions(index: Any) -> Any:
-    """Return an index with the positions of what its masks select instead of them."""
+def _masks_to_positions(index: Any) -> Any:
+    """Return an index with each mask replaced by the positions that it selects."""
     parts = index if type(index) is tuple else (index,)
     if not any(map(_is_mask, parts)):
         return index
@@ -376,7 +379,7 @@ def with_strides_of(output_spec: Any, output: Any) -> Any:
     specs = (leaf for leaf in _leaves_in(output_spec) if isinstance(leaf, TensorSpec))
 
     def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-        spec = next(specs, None)  # None: it returns more than was inferred, which the caller tells
+        spec = next(specs, None)  # None: it returns more than was inferred; the caller raises
         if spec is None or tensor.shape != spec.shape or tensor.stride() == spec.stride:
             return tensor
         return as_layout(permute_to_memory(tensor, spec.order).contiguous(), spec.shape, spec.order, spec.stride)

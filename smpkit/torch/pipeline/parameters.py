@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage_context import StageContext
 
 T = torch.Tensor
+_DATA: Final[Any] = T.data
 _NoTorchFunction: Final = torch._C.DisableTorchFunctionSubclass
 _GETS_OR_SETS: Final = frozenset({"__get__", "__set__"})
 _FREEZES: Final = frozenset({T.requires_grad_, T.requires_grad.__set__})  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
 
 
 def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors without a history that a tensor was made of, or the tensor if it is one."""
+    """Yield the leaves of the graph that a tensor was computed by, or the tensor itself if it has no graph."""
     if tensor.grad_fn is None:
         yield tensor
         return
@@ -106,7 +107,7 @@ def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 _beyond_model: Final[Any] = WeakIdKeyDictionary()
-"""What steps have used and may be trained, but is no parameter of the model, with the gradient that a step gave it."""
+"""Leaves that steps have used and that are no parameters of the model, with the gradient that a step gave each."""
 
 
 def _note_gradient(leaf: torch.Tensor) -> None:
@@ -164,7 +165,7 @@ class NonResident(torch.Tensor):
         if func in _FREEZES:
             _refuse_freezing(*args, **kwargs)
         elif (changes_in_place(func, name, kwargs) and func is not T.detach_) or "out" in kwargs:
-            return _unchanged(func, name, args, kwargs)
+            return _leave_unchanged(func, name, args, kwargs)
         with _NoTorchFunction():
             result = func(*args, **kwargs)
         if func in _FROM_SHAPE or (name in _GETS_OR_SETS and func not in PROPERTIES):
@@ -208,12 +209,9 @@ def mark_nonresident_parameters(placement: Placement) -> None:
     for each in placement:
         if not each.is_here and type(each.parameter) is nn.Parameter:
             _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
-    # Torch's own setter does not ask the class of the value, and would take the NaN that stand for its numbers.
+    # Torch's own setter does not ask the value's class, and would copy the NaN that stand for its numbers.
     nn.Parameter.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
     state.reset_hooks.append(lambda: setattr(nn.Parameter, "data", _DATA))
-
-
-_DATA: Final[Any] = T.data
 
 
 def _set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -242,7 +240,7 @@ def _refuse_freezing(parameter: torch.Tensor, requires_grad: bool = True) -> Non
         )
 
 
-def _unchanged(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _leave_unchanged(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Leave a change in place to the rank that holds the weight."""
     target = args[0] if args else kwargs.get("tensor")
     if not isinstance(target, NonResident) or "out" in kwargs:

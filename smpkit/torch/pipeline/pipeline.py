@@ -48,7 +48,7 @@ from smpkit.torch.tensor_parallel.agreement import common_seed
 
 _ASSIGNMENT: Final = "the partition assignment"
 _NUMBERS: Final = (int, float)
-"""What changes from step to step (a scale of the loss, a count) and seldom decides what is called."""
+"""Arguments that change from step to step (a loss scale, a count) and seldom decide what is called."""
 _NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("requires_grad")
 
 
@@ -205,7 +205,7 @@ class Pipeline:
         cfg = state.cfg
         resumed = self.resumed if cfg.auto_partition else None
         if resumed is not None and self._fits_model(resumed):
-            # Nothing is planned anew, so no trace is worth a slow first step.
+            # Nothing is planned, so a trace would only slow the first step down.
             return resumed, model_facts(self._root, measure_units(self._root, units_of(self._root), None), {})
         places: Mapping[str, int] = {}
         if not cfg.auto_partition:

@@ -42,7 +42,6 @@ DRAWING: Final = frozenset(
 )
 """Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
 
-
 _FACTORIES: Final = frozenset(
     {
         *("tensor", "zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
@@ -50,7 +49,7 @@ _FACTORIES: Final = frozenset(
     }
 )
 _WATCHED: Final = DRAWING | _FACTORIES | {"__set__"}
-"""What the mode looks at; torch shows the setter of `data` to modes alone."""
+"""What the mode looks at. Torch shows the setter of `data` to modes only, not to `__torch_function__` of classes."""
 _STAGE_TENSORS: Final = (StageTensor,)
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
@@ -84,7 +83,7 @@ class RandomStreams:
         self.active = False
         """Whether a training step runs; evaluation draws nothing, and outside a step the generators are the user's."""
         self.num_closed = 0
-        """How many calls run whose stream is closed although operations in them come to the mode."""
+        """How many running calls have a closed stream although the mode still sees their operations."""
         self._mixed_step = 0
         """The seed and the number of the step that runs, mixed."""
         self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
@@ -126,19 +125,19 @@ class RandomStreams:
             _pop_mode()
 
     def draws_by_calls(self) -> bool:
-        """Return whether an operation that draws now is a call of its own: the stream is open."""
+        """Return whether the stream is open: an operation that draws is then a call of its own."""
         return self.active and not self.num_closed and not _CPU.initial_seed() & 1
 
     def begin_microbatch(self, index: int) -> None:
         if self.active:
-            self._go_on(self._seeds.open(mix(self._mixed_step, index)))
+            self._seed_with(self._seeds.open(mix(self._mixed_step, index)))
 
     def skip(self, name: str) -> None:
-        """Go on after a call that another rank runs."""
+        """Move the stream past a call that another rank runs."""
         if self.active:
-            self._go_on(self._seeds.after(_CPU.initial_seed(), self._names.get(name) or self._key_of(name)))
+            self._seed_with(self._seeds.after(_CPU.initial_seed(), self._names.get(name) or self._key_of(name)))
 
-    def _go_on(self, seed: int) -> None:
+    def _seed_with(self, seed: int) -> None:
         _CPU.manual_seed(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
@@ -175,9 +174,9 @@ class RandomStreams:
         if self.active:
             seed = _CPU.initial_seed()
             later = self._seeds.after(seed, self._names.get(name) or self._key_of(name))
-            # Whether to seed must follow from the generator alone, or recomputation could do otherwise.
+            # Whether to seed must follow from the generator alone, or a recomputation could decide otherwise.
             if closed and self._seeds.rank_salt and not seed & 1:
-                self._go_on(self._seeds.closed(seed))
+                self._seed_with(self._seeds.closed(seed))
         return mode, later
 
     def leave(self, kept: _Kept) -> None:
@@ -188,9 +187,7 @@ class RandomStreams:
         elif mode is not None:
             _push_mode(mode)
         if later is not None:
-            _CPU.manual_seed(later)
-            if self._device is not None:
-                self._device.manual_seed(later)
+            self._seed_with(later)
 
 
 class _OperationStreams(TorchFunctionMode):

@@ -36,7 +36,7 @@ class Results:
         self._by_owner = _stage_tensors_by_owner(outputs)
         self._packed: torch.Tensor | None = None
         if own := self._by_owner.get(stage.rank):
-            # Backwards follow on the device, and the end of the step need not wait for those.
+            # Queue the copy now: later it would wait on the device for the backwards, which it does not need.
             self._packed = pack([value.value for value in own if value.value is not None])
         self._is_packed = devices.record_event(stage.device)
 
@@ -63,6 +63,7 @@ class Results:
         return torch.tensor(checksums, dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def _data(self, owner: int, values: list[StageTensor], neighbours: Sequence[int]) -> list[torch.Tensor]:
+        """Return the data of one owner's outputs, and relay them to the neighbour that is farther from the owner."""
         stage, specs = self._stage, [value.spec for value in values]
         if owner == stage.rank:
             assert self._packed is not None, "this rank owns outputs"

@@ -24,7 +24,6 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -83,16 +82,17 @@ def backward_inputs(
 ) -> WeightBackward | None:
     """Run the half of a backward that adds to `inputs`, which are leaves; return the other half.
 
-    Returns None where nothing can be split: then the whole backward has run.
+    Returns None where the backward cannot be split and has run as a whole.
     """
-    groups, first_half = _groups_of(roots, inputs) if inputs else ((), ())
+    groups, first_half = _split(roots, inputs) if inputs else ((), ())
     if not groups:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type] # tensors and edges may be mixed
         return None
     boundary_gradients: dict[Node, Gradients] = {}
     boundaries = [boundary for group in groups for boundary in group.boundaries]
     # A prehook sees the node's summed gradient; keeping a reference makes autograd sum out of place.
-    handles = [boundary.register_prehook(partial(boundary_gradients.__setitem__, boundary)) for boundary in boundaries]
+    keep = boundary_gradients.__setitem__
+    handles = [node.register_prehook(functools.partial(keep, node)) for node in boundaries]
     try:
         torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *first_half])  # type: ignore[arg-type]
     finally:
@@ -111,22 +111,22 @@ class _NodeShape(NamedTuple):
     """The numbers of the nodes that it leads to."""
 
 
-def _groups_of(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[_WeightGroup], list[torch.Tensor]]:
+def _split(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[_WeightGroup], list[torch.Tensor]]:
     """Return the groups of the second half, and the weights whose gradients the first half makes."""
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     nodes = list(dict.fromkeys(edge.node for edge in edges))
     num_roots, numbers, shape = len(nodes), {node: number for number, node in enumerate(nodes)}, []
-    for node in nodes:  # which grow meanwhile
+    for node in nodes:  # the loop appends to them: breadth first
         kind, after = type(node), []
-        for each, _ in node.next_functions:
-            if each is not None:
-                number = numbers.setdefault(each, len(nodes))
+        for successor, _ in node.next_functions:
+            if successor is not None:
+                number = numbers.setdefault(successor, len(nodes))
                 if number == len(nodes):
-                    nodes.append(each)
+                    nodes.append(successor)
                 after.append(number)
         shape.append(_NodeShape(kind, _variable(node).dim() if kind is _ACCUMULATE else -1, tuple(after)))
     ends = frozenset([numbers[node] for leaf in inputs if (node := get_gradient_edge(leaf).node) in numbers])
-    groups, first_half = _split(tuple(shape), num_roots, ends)
+    groups, first_half = _split_shape(tuple(shape), num_roots, ends)
     weight_groups = [
         _WeightGroup(tuple([nodes[each] for each in boundaries]), tuple([_variable(nodes[each]) for each in leaves]))
         for boundaries, leaves in groups
@@ -135,26 +135,26 @@ def _groups_of(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[l
 
 
 @functools.lru_cache(maxsize=256)
-def _split(
+def _split_shape(
     shape: tuple[_NodeShape, ...], num_roots: int, inputs: frozenset[int]
 ) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
     """Return the groups of a graph, each as boundary nodes and leaves, and the leaves of the first half.
 
-    Microbatches of a kind have graphs of one shape.
+    Cached: microbatches of a kind have graphs of one shape.
 
     Args:
-        shape: of all nodes, by number; the first `num_roots` are roots.
-        inputs: the nodes of inputs.
+        shape: that of each node, by its number; the first `num_roots` are roots.
+        inputs: the numbers of the nodes of inputs.
     """
     if any(node.kind.__name__ == _REENTRANT for node in shape):
         return (), ()
     reaches_input, leaves_below = _classified(shape, num_roots, inputs)
     boundaries: dict[int, frozenset[int]] = {}
     for node in sorted(reaches_input):
-        off_path = [leaves_below[each] for each in shape[node].after if each not in reaches_input]
+        off_path = [leaves_below[successor] for successor in shape[node].after if successor not in reaches_input]
         if leaves := frozenset[int]().union(*off_path):
             boundaries[node] = leaves
-    # A root that reaches no input is not a boundary node: nothing of it runs in the first half otherwise.
+    # A root that reaches no input is no boundary node, and would run in neither half: the first takes its leaves.
     first_half = {leaf for root in range(num_roots) if root not in reaches_input for leaf in leaves_below[root]}
     users: defaultdict[int, set[int]] = defaultdict(set)
     for boundary, leaves in boundaries.items():
@@ -169,7 +169,7 @@ def _split(
     shared = [(leaf, nodes) for leaf, nodes in users.items() if len(nodes) > 1 and leaf not in first_half]
     first_half |= {leaf for leaf, nodes in shared if _are_chained(shape, nodes, reaches_input)}
     groups = []
-    for group in _groups({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
+    for group in _group_by_leaves({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
         late = {leaf for boundary in group for leaf in boundaries[boundary]} - first_half
         groups.append((tuple(group), tuple(sorted(late))))
     return tuple(groups), tuple(sorted(first_half))
@@ -183,14 +183,14 @@ def _classified(
     leaves_below: dict[int, frozenset[int]] = {}
     for node in _post_order(shape, num_roots):
         kind, _, after = shape[node]
-        if node in inputs or any(each in reaches_input for each in after):
+        if node in inputs or any(successor in reaches_input for successor in after):
             reaches_input.add(node)
         elif kind is _ACCUMULATE:
             leaves_below[node] = frozenset((node,))
         elif len(after) == 1:
             leaves_below[node] = leaves_below[after[0]]
         else:
-            leaves_below[node] = frozenset[int]().union(*(leaves_below[each] for each in after))
+            leaves_below[node] = frozenset[int]().union(*(leaves_below[successor] for successor in after))
     return reaches_input, leaves_below
 
 
@@ -205,13 +205,13 @@ def _post_order(shape: Sequence[_NodeShape], num_roots: int) -> Iterator[int]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(each, False) for each in shape[node].after]
+            stack += [(successor, False) for successor in shape[node].after]
 
 
 def _are_chained(shape: Sequence[_NodeShape], boundaries: set[int], reaches_input: set[int]) -> bool:
     """Return whether one of the boundary nodes leads to another."""
     seen: set[int] = set()
-    stack = [each for boundary in boundaries for each in shape[boundary].after]
+    stack = [successor for boundary in boundaries for successor in shape[boundary].after]
     while stack:
         node = stack.pop()
         if node in boundaries:
@@ -222,7 +222,7 @@ def _are_chained(shape: Sequence[_NodeShape], boundaries: set[int], reaches_inpu
     return False
 
 
-def _groups(leaves_of: dict[int, frozenset[int]]) -> Iterator[list[int]]:
+def _group_by_leaves(leaves_of: dict[int, frozenset[int]]) -> Iterator[list[int]]:
     """Yield groups of boundary nodes that share leaves (union-find); nodes without leaves are in none."""
     group_of: dict[int, list[int]] = {}
     by_leaf: dict[int, int] = {}

@@ -58,7 +58,7 @@ class StageContext:
         self.modules: dict[str, nn.Module] = {}
         """Modules that code of this rank may call or inspect, by name."""
         self.remote_modules: dict[str, nn.Module] = {}
-        """All others."""
+        """Modules of other ranks, by name."""
         self._trainable_entry = ""
 
     def set_trainable(self, trainable: bytes) -> None:

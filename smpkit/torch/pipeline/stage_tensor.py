@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
 T = torch.Tensor
-_NONE: Final[Mapping[int, Any]] = MappingProxyType({})
+_NO_COPIES: Final[Mapping[int, Any]] = MappingProxyType({})
 _STRIDED: Final = torch.strided
 _PLAIN_NAMES: Final[dict[Any, str]] = {}
 """The names of operations on data that change nothing in place, unless keyword arguments say so."""
@@ -70,7 +70,7 @@ class StageTensor(torch.Tensor):
     segment: int
     """The owner's segment that made it."""
     # Defaults on the class: every operation makes stage tensors, and most of them need none of these.
-    copies: Mapping[int, StageTensor] = _NONE
+    copies: Mapping[int, StageTensor] = _NO_COPIES
     """By pp_rank, the copies that were sent there."""
     sent_version: int = 0
     """On the owner, how often the data had been changed in place when they were sent last."""
@@ -140,8 +140,8 @@ class StageTensor(torch.Tensor):
 
     def make_stale(self, name: str) -> None:
         """Let every later use raise: the call of `name` has changed the copy on another rank."""
-        # A spec of its own is not taken for that of the latest call, so each use comes past the check.
-        self.changed_by, self.spec, self.copies = name, replace(self.spec), _NONE
+        # Replace the spec by an equal one: it is then not identical to that of the latest call, which skips the check.
+        self.changed_by, self.spec, self.copies = name, replace(self.spec), _NO_COPIES
 
     def refuse_stale(self) -> None:
         if self.changed_by is not None:
@@ -280,7 +280,6 @@ _REFUSED: Final[dict[Any, str]] = {
 _LIKE_OTHER: Final = frozenset({T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to})
 """Methods that need only shape, dtype or device of their second tensor."""
 
-
 INDEXING: Final = frozenset({T.__getitem__, T.__setitem__})
 
 
@@ -304,16 +303,16 @@ def _mask_counts(_value: Any, index: Any = None, **names: Any) -> tuple[int, ...
     """Count the elements that each mask selects."""
     index = names.get("mask", index)
     parts = index if isinstance(index, tuple | list) else (index,)
-    return tuple([int(part.count_nonzero()) for part in _plain(*parts) if part.dtype is torch.bool])
+    return tuple([int(part.count_nonzero()) for part in _plain_tensors(*parts) if part.dtype is torch.bool])
 
 
 def _sum_and_max(*args: Any, **names: Any) -> tuple[int, ...]:
     """Return sum and maximum of lengths or repetitions."""
-    lengths = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
+    lengths = [part for part in _plain_tensors(*args[1:], *names.values()) if part.numel()]
     return tuple([int(number) for part in lengths for number in (part.sum(), part.max())])
 
 
-def _plain(*values: Any) -> Iterator[torch.Tensor]:
+def _plain_tensors(*values: Any) -> Iterator[torch.Tensor]:
     return (value for value in values if type(value) is torch.Tensor)
 
 
@@ -333,13 +332,12 @@ another kind of call. That waits for the device, as the operation itself does.
 """
 
 
-def _from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_placeholder(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _for_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # On every rank: `.item()`, `if tensor:`.
+def _on_every_rank(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = map_tensors(current_microbatch().replicate, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -372,10 +370,10 @@ def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str,
 
 
 def _normalised(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise a batch, unless that changes running statistics that every rank has: only one would change its own."""
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    trains = given.get("use_input_stats", True) if func is functional.instance_norm else given.get("training", False)
-    if trains and type(given.get("running_mean")) is torch.Tensor:
+    """Normalise a batch; refuse to change running statistics that every rank has, since the owner alone would."""
+    bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    trains = bound.get("use_input_stats", True) if func is functional.instance_norm else bound.get("training", False)
+    if trains and type(bound.get("running_mean")) is torch.Tensor:
         raise UsageError(
             f"`{func.__name__}` got a value of one pipeline rank and running statistics that every rank has, and only"
             " that rank would change its own",
@@ -386,12 +384,12 @@ def _normalised(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
-    **dict.fromkeys(SHAPE_FUNCTIONS, _from_shape),
-    **dict.fromkeys(NUMBER_FUNCTIONS, _for_python),
+    **dict.fromkeys(SHAPE_FUNCTIONS, _on_placeholder),
+    **dict.fromkeys(NUMBER_FUNCTIONS, _on_every_rank),
     **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
     **dict.fromkeys(_LIKE_OTHER, _like_other),
     **dict.fromkeys(_REFUSED, _refuse),
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
     **dict.fromkeys((functional.batch_norm, functional.instance_norm), _normalised),
 }
-"""How functions are answered that are not plain operations on data."""
+"""By function, how a call is answered that is no plain operation on data."""

@@ -41,11 +41,21 @@ from smpkit.torch.pipeline.outputs import (
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch
-from smpkit.torch.placement.placement import names_by_module
+from smpkit.torch.placement.placement import enclosing_unit, names_by_module, pp_ranks_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")
 """Torch's errors under torch.vmap: of a module that draws random numbers, and of one whose tensors are inspected."""
+
+
+class _Where(Enum):
+    """Where a module runs; see the drawing at the top."""
+
+    EVERYWHERE = auto()
+    ENCLOSING = auto()
+    UNIT = auto()
+    NESTED = auto()
+    AT_INPUT = auto()
 
 
 def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) -> None:
@@ -60,17 +70,32 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
         if len(pp_ranks) > 1:
             where = _Where.EVERYWHERE
         elif not pp_ranks:
-            if not _is_leaf(module):
+            if not _runs_whole(module):
                 continue
             where = _Where.AT_INPUT
         else:
-            above = enclosing_unit(name, placement)
-            where = _Where.ENCLOSING if above is None else _Where.UNIT if above == name else _Where.NESTED
-        call = _Call(module, name or "model", where, stage.random, pp_ranks)
-        # A module that several units share counts as a part of each.
+            unit = enclosing_unit(name, placement)
+            where = _Where.ENCLOSING if unit is None else _Where.UNIT if unit == name else _Where.NESTED
+        call = _DispatchedCall(module, name or "model", where, stage.random, pp_ranks)
+        # A module that several units share is a part of each of them.
         if len(pp_ranks) == 1 and stage.rank != NO_RANK:
             call.is_here = any(stage.rank in pp_ranks_of(other, placement) for other in names)
         module._compiled_call_impl = call
+
+
+def install_streams(root: nn.Module, units: Collection[str], random: RandomStreams) -> None:
+    """Give the modules of a model without a pipeline the streams of random numbers that they would have over one."""
+    above: set[str] = set()
+    for unit in units:
+        parents = unit.split(".")[:-1]
+        above.update(".".join(parents[:depth]) for depth in range(len(parents) + 1))
+    placement = dict.fromkeys(units, 0)
+    for name, module in root.named_modules():
+        if isinstance(module, _CONTAINERS) or enclosing_unit(name.rpartition(".")[0], placement) is not None:
+            continue
+        if name in placement or name in above or _runs_whole(module):
+            where = _Where.EVERYWHERE if name in above else _Where.AT_INPUT
+            module._compiled_call_impl = _DispatchedCall(module, name or "model", where, random, ())
 
 
 def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None) -> None:
@@ -90,9 +115,9 @@ def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None)
 
 
 def with_other_names(root: nn.Module, placement: Mapping[str, int]) -> dict[str, int]:
-    """Return `placement` with every name of its units: T5's decoder, say, calls the embedding that another rank holds.
+    """Return `placement` under every name of its units: T5's decoder, say, calls the embedding that another rank holds.
 
-    A name inside of another unit is none: there the module is a part of that unit.
+    Names inside another unit are left out: there the module is a part of that unit.
     """
     all_names = names_by_module(root)
     others = {
@@ -104,51 +129,8 @@ def with_other_names(root: nn.Module, placement: Mapping[str, int]) -> dict[str,
     return {**placement, **others}
 
 
-def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
-    """Return the ranks of a module: that of the unit that it is a part of, or those of all units in it."""
-    above = enclosing_unit(name, placement)
-    if above is not None:
-        return {placement[above]}
-    below = f"{name}." if name else ""
-    return {owner for unit, owner in placement.items() if unit.startswith(below)}
-
-
-class _Where(Enum):
-    """Where a module runs; see the drawing at the top."""
-
-    EVERYWHERE = auto()
-    ENCLOSING = auto()
-    UNIT = auto()
-    NESTED = auto()
-    AT_INPUT = auto()
-
-
-def install_streams(root: nn.Module, units: Collection[str], random: RandomStreams) -> None:
-    """Give the modules of a model without a pipeline the streams of random numbers that they would have on one."""
-    above: set[str] = set()
-    for unit in units:
-        parents = unit.split(".")[:-1]
-        above.update(".".join(parents[:depth]) for depth in range(len(parents) + 1))
-    placement = dict.fromkeys(units, 0)
-    for name, module in root.named_modules():
-        if isinstance(module, _CONTAINERS) or enclosing_unit(name.rpartition(".")[0], placement) is not None:
-            continue
-        if name in placement or name in above or _is_leaf(module):
-            where = _Where.EVERYWHERE if name in above else _Where.AT_INPUT
-            module._compiled_call_impl = _Call(module, name or "model", where, random, ())
-
-
-def enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
-    """Return the unit that a module is, or is a part of."""
-    while name:
-        if name in placement:
-            return name
-        name = name.rpartition(".")[0]
-    return None
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    """Return whether a module without weights runs as a whole: one of torch.nn's, or one with a custom Function."""
+def _runs_whole(module: nn.Module) -> bool:
+    """Return whether a module without weights runs as a whole: a leaf of torch.nn's, or one with a custom Function."""
     if type(module).__module__.startswith(("torch.nn", "smpkit.torch.tensor_parallel")):
         return not any(True for _ in module.children())
     methods = vars(type(module))
@@ -170,11 +152,11 @@ def _names_custom_function(value: Any, methods: Mapping[str, Any], depth: int = 
     return any(_names_custom_function(each, methods, depth - 1) for each in named)
 
 
-class _Call(ModuleCall):
-    """The call of a module, which runs it where that is to be."""
+class _DispatchedCall(ModuleCall):
+    """The call of a module, which runs on the rank that has the module."""
 
     is_here = True
-    """Whether it is a part of this rank's units, or this process stands for all ranks."""
+    """Whether the module is part of this rank's units, or this process stands for all ranks."""
 
     def __init__(
         self, module: nn.Module, name: str, where: _Where, random: RandomStreams, pp_ranks: Collection[int]
@@ -237,11 +219,11 @@ def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
 def run_together(
     function: Callable[..., Any], members: Sequence[nn.Module], names: tuple[str, ...], argument: Any
 ) -> Any:
-    """Run `function`, which calls neighbouring modules of one rank one after the other, as one call over there.
+    """Run `function`, which calls neighbouring modules of one rank in turn, as one call on that rank.
 
     Args:
-        members: the modules; if they all hold nothing, they run where `argument` is.
-        names: theirs.
+        members: the modules; if none of them has weights, they run where `argument` is.
+        names: of the modules.
     """
     calls = [ModuleCall.of(module) for module in members]
     pp_ranks = {owner for call in calls for owner in call.pp_ranks}
@@ -275,7 +257,7 @@ def vmap_error(name: str) -> UsageError:
 
 
 def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageContext) -> int:
-    """Return the owner of a parameter among the arguments, else where most bytes are, and then on the later rank."""
+    """Return the owner of the first parameter among the arguments, else the (last) rank with most of their bytes."""
     if not kwargs:  # a fast path for stage tensors of one owner among plain numbers, as most operations have
         only: int | None = None
         for argument in args:

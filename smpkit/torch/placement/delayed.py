@@ -87,7 +87,7 @@ def make_delayed(root: nn.Module) -> None:
 
 
 def _without_memory(parameter: nn.Parameter) -> torch.Tensor:
-    # So that what a script computes from it is found: `refuse_unset_values`.
+    # NaN, so that `refuse_unset_values` finds what a script computes from it.
     value = torch.nan if parameter.is_floating_point() else 0
     return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
@@ -114,7 +114,7 @@ def is_delayed(parameter: torch.Tensor) -> bool:
 
 
 def allocate(parameter: nn.Parameter, device: torch.device) -> None:
-    """Give a delayed parameter the memory for what this rank holds of it; the caller writes the values."""
+    """Give a delayed parameter memory for this rank's piece; the caller writes the values."""
     shard = shard_of(parameter)
     shape = parameter.shape if shard is None else shard.local_shape
     parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)

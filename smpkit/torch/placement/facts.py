@@ -125,7 +125,7 @@ def with_growth_of_values(recorded: RecordedGraph, doubled: RecordedGraph | None
         doubled: of a microbatch with twice the samples; None, or one that sends other values: those with a row for each
             sample grow, which a mask of all samples does not have.
     """
-    if doubled is not None and _ways(doubled) == _ways(recorded):
+    if doubled is not None and _routes(doubled) == _routes(recorded):
         pairs = zip(recorded.values, doubled.values, strict=True)
         fixed = [_fixed_share(one.num_bytes, two.num_bytes) for one, two in pairs]
     else:
@@ -134,7 +134,7 @@ def with_growth_of_values(recorded: RecordedGraph, doubled: RecordedGraph | None
     return replace(recorded, values=tuple(values))
 
 
-def _ways(recorded: RecordedGraph) -> list[tuple[Segment, Segment]]:
+def _routes(recorded: RecordedGraph) -> list[tuple[Segment, Segment]]:
     return [(each.source, each.target) for each in recorded.values]
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import Library
 
 _KEYS: Final = ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMeta", "AutogradPrivateUse1")
-"""Below autocast, which has chosen the dtypes then, and above the choice of a kernel."""
+"""Dispatch keys below autocast, which has then chosen the dtypes, and above the choice of a kernel."""
 
 
 class FusedKernels:

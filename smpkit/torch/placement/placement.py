@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,10 +37,10 @@ from smpkit.torch.placement.shards import TpShard, copy_mark_to, shard_of
 
 def keep_local_parameters(root: nn.Module, placement: Placement, device: torch.device, seed: int) -> None:
     """Move what this rank holds to its device, and free the memory of everything else."""
-    initialize(root, [each.parameter for each in placement.local], device, seed)
-    for each in placement:
-        parameter = each.parameter
-        if each.is_here:
+    initialize(root, [record.parameter for record in placement.local], device, seed)
+    for record in placement:
+        parameter = record.parameter
+        if record.is_here:
             parameter.data = parameter.data.to(device)
         else:
             # The object stays, with its shape: an optimizer that was made earlier holds it. Its values are one element
@@ -155,13 +155,13 @@ class Placement:
         everywhere = frozenset(range(state.pp_size))
         on_units = {} if pp_rank_of_unit is None else pp_ranks_by_parameter(root, pp_rank_of_unit)
         ranks_on = functools.cache(_ranks_on)
-        records = [_place(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
+        records = [_record(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
         shards_states = state.cfg.ddp and state.cfg.shard_optimizer_state
         is_final = pp_rank_of_unit is not None or state.pp_size == 1
-        owners = _assign_owners([each for each in records if each.is_here]) if shards_states and is_final else {}
+        owners = _assign_owners([record for record in records if record.is_here]) if shards_states and is_final else {}
         # The records hold the parameters, so no other object gets one of these ids.
-        self._by_id = {id(each.parameter): replace(each, owner=owners.get(each.name)) for each in records}
-        # Nobody knows of a tensor that the script has added meanwhile.
+        self._by_id = {id(record.parameter): replace(record, owner=owners.get(record.name)) for record in records}
+        # A tensor that the script has added since is this rank's own.
         self._pp_ranks_of_others = everywhere if pp_rank_of_unit is None else frozenset({state.pp_rank})
 
     def __iter__(self) -> Iterator[ParameterPlacement]:
@@ -173,18 +173,17 @@ class Placement:
     @property
     def local(self) -> list[ParameterPlacement]:
         """The records of the parameters that this rank holds."""
-        return [each for each in self if each.is_here]
+        return [record for record in self if record.is_here]
 
     def of(self, value: Any) -> ParameterPlacement:
-        """Return the record of a parameter; of anything else one that says so much as can be known of it."""
+        """Return the record of a parameter; for anything else, one that says what is known of any tensor."""
         record = self._by_id.get(id(value))
-        return _place("", value, self._pp_ranks_of_others) if record is None else record
+        return _record("", value, self._pp_ranks_of_others) if record is None else record
 
     def pp_rank_of(self, module: str) -> int | None:
         """Return the pipeline rank that holds a module, by name; None if it lies above the units, or there are none."""
-        while module and module not in self._pp_rank_of_unit:
-            module = module.rpartition(".")[0]
-        return self._pp_rank_of_unit.get(module)
+        # A model that is one unit itself has the name "".
+        return self._pp_rank_of_unit.get(enclosing_unit(module, self._pp_rank_of_unit) or "")
 
     def running_pp_rank_of(self, module: str) -> int | None:
         """Return the pipeline rank whose calls of a module change its buffers; None if all ranks run it.
@@ -192,19 +191,16 @@ class Placement:
         Besides units and what is inside, a module above whose units all lie on one rank runs there alone, and so does
         what it calls. A module without any units is called by the one around it.
         """
-        pp_rank = self.pp_rank_of(module)
-        while pp_rank is None:
-            below = f"{module}." if module else ""
-            pp_ranks = {rank for unit, rank in self._pp_rank_of_unit.items() if unit.startswith(below)}
-            if pp_ranks or not module:
-                return pp_ranks.pop() if len(pp_ranks) == 1 else None
+        pp_ranks = pp_ranks_of(module, self._pp_rank_of_unit)
+        while module and not pp_ranks:
             module = module.rpartition(".")[0]
-        return pp_rank
+            pp_ranks = pp_ranks_of(module, self._pp_rank_of_unit)
+        return pp_ranks.pop() if len(pp_ranks) == 1 else None
 
     def make_groups(self) -> None:
         """Make the process groups of this rank's parameters; all ranks call this."""
         # Sorted: making a group is a collective, and ranks that made theirs in different orders would deadlock.
-        for ranks in sorted({ranks for each in self.local for ranks in (each.replica_ranks, each.reduce_ranks)}):
+        for ranks in sorted({ranks for record in self.local for ranks in (record.replica_ranks, record.reduce_ranks)}):
             if len(ranks) > 1:
                 extra_group(ranks)
 
@@ -213,7 +209,7 @@ def placement_of(tensor: torch.Tensor) -> ParameterPlacement:
     """Return the record of a parameter of the wrapped model; where no model is wrapped, a tensor is this rank's own."""
     model = state.model
     if model is None:
-        return _place("", tensor, frozenset({state.pp_rank}))
+        return _record("", tensor, frozenset({state.pp_rank}))
     record: ParameterPlacement = model.placement.of(tensor)
     return record
 
@@ -233,7 +229,7 @@ def _ranks_on(pp_ranks: frozenset[int], any_tp: bool, replica_step: int) -> tupl
     return tuple(ranks)
 
 
-def _place(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn = _ranks_on) -> ParameterPlacement:
+def _record(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn = _ranks_on) -> ParameterPlacement:
     shard = shard_of(value)
     is_whole = shard is None or not shard.is_distributed
     replica_step = 1 if state.cfg.ddp else state.rdp_size
@@ -246,16 +242,34 @@ def _place(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn =
     return ParameterPlacement(name, value, pp_ranks, shard, frozenset(holders), replica_ranks, reduce_ranks)
 
 
+def pp_ranks_of(module: str, pp_rank_of_unit: Mapping[str, int]) -> set[int]:
+    """Return the ranks of a module, by name: that of the unit that it is a part of, or those of all units in it."""
+    unit = enclosing_unit(module, pp_rank_of_unit)
+    if unit is not None:
+        return {pp_rank_of_unit[unit]}
+    below = f"{module}." if module else ""
+    return {pp_rank for unit, pp_rank in pp_rank_of_unit.items() if unit.startswith(below)}
+
+
+def enclosing_unit(module: str, units: Container[str]) -> str | None:
+    """Return the unit that a module is, or is a part of; all by name."""
+    while module:
+        if module in units:
+            return module
+        module = module.rpartition(".")[0]
+    return None
+
+
 def pp_ranks_by_parameter(root: nn.Module, pp_rank_of_unit: Mapping[str, int]) -> dict[int, frozenset[int]]:
     """Return the pipeline ranks of each parameter (its id) of a unit: several, where units on them share it.
 
     What is in no unit belongs to a module that spans ranks, and is on all.
     """
-    found: dict[int, frozenset[int]] = {}
+    pp_ranks: dict[int, frozenset[int]] = {}
     for unit, rank in pp_rank_of_unit.items():
         for parameter in root.get_submodule(unit).parameters():
-            found[id(parameter)] = found.get(id(parameter), frozenset()) | {rank}
-    return found
+            pp_ranks[id(parameter)] = pp_ranks.get(id(parameter), frozenset()) | {rank}
+    return pp_ranks
 
 
 def _assign_owners(placements: Iterable[ParameterPlacement]) -> dict[str, int]:
@@ -266,15 +280,15 @@ def _assign_owners(placements: Iterable[ParameterPlacement]) -> dict[str, int]:
     """
     owners: dict[str, int] = {}
     bytes_owned: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-    for each in sorted(placements, key=_whole_bytes, reverse=True):
-        ranks = each.reduce_ranks
+    for record in sorted(placements, key=_whole_bytes, reverse=True):
+        ranks = record.reduce_ranks
         if len(ranks) == 1:
             continue
         # Frozen parameters are counted apart: they have no state, and would leave those that have to few ranks.
-        owned = bytes_owned.setdefault((ranks, each.parameter.requires_grad), [0] * len(ranks))
+        owned = bytes_owned.setdefault((ranks, record.parameter.requires_grad), [0] * len(ranks))
         index = owned.index(min(owned))
-        owned[index] += _whole_bytes(each)
-        owners[each.name] = ranks[index]
+        owned[index] += _whole_bytes(record)
+        owners[record.name] = ranks[index]
     return owners
 
 

@@ -62,16 +62,16 @@ def measure_units(
     costs = {unit.name: unit for unit in tree.units}
     measured: dict[str, UnitCost] = {}
     if body is not None:
-        trial = _Trial(root, costs)
+        mode = _CostMode(root, costs)
         try:
-            with trial.watch():
+            with mode.watch():
                 body()
-            measured = trial.costs()
+            measured = mode.costs()
         except Exception as error:  # user code on tensors without data may fail in any way
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
             (untraced or _warn)(reason)
         finally:
-            trial.forget()
+            mode.forget()
     in_order = [*measured, *(name for name in costs if name not in measured)]
     every = [measured.get(name, costs[name]) for name in in_order]
     if any(cost.flops for cost in every):
@@ -88,7 +88,7 @@ def _warn(reason: str) -> None:
     )
 
 
-# --- the trial of a unit ----------------------------------------------------------------------------------------------
+# --- what a unit costs ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -120,14 +120,14 @@ class _CheckpointedCall:
     """What its operations save for a backward that never needs it, each storage once."""
 
 
-class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches a run of a model: what each of its units computes, makes and keeps for backward."""
+class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures while a model runs what each of its units computes, makes and keeps for backward."""
 
     def __init__(self, root: nn.Module, costs: Mapping[str, UnitCost]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._untried = costs
+        self._unmeasured = costs
         self._measured: dict[str, UnitCost] = {}
-        self._began: list[str] = []
+        self._begun: list[str] = []
         """Units whose forwards have begun, in that order."""
         self._running: dict[str, _Running] = {}
         self._ended: str | None = None
@@ -141,7 +141,7 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live = _LiveBytes()
         self._saved = _SavedBytes(root, self._live)
         self._calls: list[_CheckpointedCall] = []
-        self._saved_inside = self._saved
+        self._innermost_saved = self._saved
         """Of the innermost open checkpointed call, while there is one."""
 
     @contextlib.contextmanager
@@ -149,7 +149,7 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         root = self._saved.root
         with contextlib.ExitStack() as stack:
             stack.enter_context(root.register_forward_pre_hook(self._begin_model))
-            for name in self._untried:  # a scripted module takes no hooks
+            for name in self._unmeasured:  # a scripted module takes no hooks
                 module = root.get_submodule(name)
                 begin, end = functools.partial(self._begin_unit, name), functools.partial(self._end_unit, name)
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
@@ -158,7 +158,7 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for context in (_without_torchs_log(), self, self._counter, self._kernels.installed()):
                 stack.enter_context(context)
             # Every checkpointed call asks the offload engine for the context of a trial.
-            stack.callback(install, install(_TrialOffloader(self._checkpointed)))
+            stack.callback(install, install(_CostOffloader(self._checkpointed)))
             stack.enter_context(saved_tensors_hooks(self._saved.pack, operator.call))
             yield
 
@@ -184,10 +184,10 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_between(self) -> None:
         """Count what ran since a unit ended, such as `F.relu`, for that unit: it runs where its input is."""
         if self._ended is not None:
-            self._measured[self._ended] = self._grown(self._measured[self._ended], self._counted)
+            self._measured[self._ended] = self._with_cost_since(self._measured[self._ended], self._counted)
             self._saved.begin_unit()
 
-    def _grown(self, known: UnitCost, before: Mapping[str, int]) -> UnitCost:
+    def _with_cost_since(self, known: UnitCost, before: Mapping[str, int]) -> UnitCost:
         return replace(
             known, **{key: getattr(known, key) + total - before[key] for key, total in self._totals().items()}
         )
@@ -197,17 +197,17 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._running and self._counted:
             self._count_between()
             before = before if self._ended is not None else self._counted  # what comes before all units is the first's
-        self._began.append(name)
+        self._begun.append(name)
         tensors = tensors_in((args, kwargs)) if torch.is_grad_enabled() else []
-        trained = [each for each in tensors if each.requires_grad and not isinstance(each, nn.Parameter)]
-        inputs = {storage_of(each): each for each in trained}
+        trained = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
+        inputs = {storage_of(tensor): tensor for tensor in trained}
         self._running[name] = _Running(self._live.begin(), before, len(self._calls), inputs)
 
     def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         run = self._running.pop(name)
         self._live.end(run.part)
         inside = [call for call in self._calls[run.num_checkpointed :] if call.unit is None]
-        known = self._grown(self._measured.get(name, self._untried[name]), run.totals)
+        known = self._with_cost_since(self._measured.get(name, self._unmeasured[name]), run.totals)
         most = max(known.working_bytes, run.part.needed)
         unsaved = known.unsaved_input_bytes + self._saved.end_unit(run.inputs)
         self._measured[name] = _with_checkpointed(
@@ -240,28 +240,28 @@ class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _checkpointed(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
         """Record one checkpointed call, which runs in this block as if it were not checkpointed."""
         saved_before, flops_before = self._saved.total, self._flops()
-        num_units_before, is_inside_unit = len(self._began), bool(self._running)
-        part, outside = self._live.begin(), self._saved_inside
+        num_units_before, is_inside_unit = len(self._begun), bool(self._running)
+        part, outside = self._live.begin(), self._innermost_saved
         with torch.no_grad():
-            for each in inputs:
-                outside.pack(each.detach())
+            for tensor in inputs:
+                outside.pack(tensor.detach())
         boundary = self._saved.total - saved_before
         if not is_inside_unit:  # the rank of the first unit inside keeps it: see `costs`
             self._saved.total -= boundary
-        self._saved_inside = spared = _SavedBytes(self._saved.root, self._live)
+        self._innermost_saved = spared = _SavedBytes(self._saved.root, self._live)
         with saved_tensors_hooks(spared.pack, operator.call):
             yield
-        self._saved_inside = outside
+        self._innermost_saved = outside
         self._live.end(part)
-        unit = None if is_inside_unit else next(iter(self._began[num_units_before:]), None)
+        unit = None if is_inside_unit else next(iter(self._begun[num_units_before:]), None)
         if unit is None and not is_inside_unit:
             self._saved.total += boundary
         self._calls.append(_CheckpointedCall(unit, boundary, part.needed, self._flops() - flops_before, spared.total))
         spared.forget()
 
 
-class _TrialOffloader(Offloader):
-    """The engine of a trial: `context` runs each checkpointed call."""
+class _CostOffloader(Offloader):
+    """An engine for which every checkpointed call is a trial, run in `context`."""
 
     def __init__(self, context: Callable[[Sequence[torch.Tensor]], AbstractContextManager[object]]) -> None:
         self._context = context
@@ -291,7 +291,7 @@ def _flops_of_groups(rows: Sequence[int], weights: Sequence[int], *_: Any, **__:
 
 @contextlib.contextmanager
 def _without_torchs_log() -> Iterator[None]:
-    """Keep the traceback to ourselves that torch logs where an operation has no shapes to offer: we warn, once."""
+    """Hide the traceback that torch logs for an operation whose shapes depend on data: `measure_units` warns once."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -312,7 +312,7 @@ def _with_checkpointed(cost: UnitCost, calls: Sequence[_CheckpointedCall], **cha
 
 
 def _bytes_of(value: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors_in(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 _MakeAnother = Callable[[], torch.Tensor]
@@ -337,7 +337,7 @@ class _SavedBytes:
 
     def pack(self, tensor: torch.Tensor) -> _MakeAnother:
         """Count a tensor that autograd saves; return what it has to keep of it."""
-        self._know_mode_of(tensor)
+        self._see_parameters_of_mode(tensor)
         if storage_of(tensor) not in self._seen:
             self._seen[storage_of(tensor)] = tensor
             self._since_unit.add(storage_of(tensor))
@@ -351,9 +351,9 @@ class _SavedBytes:
 
     def end_unit(self, inputs: Mapping[int, torch.Tensor]) -> int:
         """Return the bytes of a unit's inputs that it has not saved, or that were saved before it; the unit ends."""
-        unsaved = [each for key, each in inputs.items() if key not in self._since_unit]
+        unsaved = [tensor for key, tensor in inputs.items() if key not in self._since_unit]
         self._since_unit.clear()
-        return sum(each.untyped_storage().nbytes() for each in unsaved)
+        return sum(tensor.untyped_storage().nbytes() for tensor in unsaved)
 
     def forget(self) -> None:
         """Drop all tensors.
@@ -364,8 +364,8 @@ class _SavedBytes:
         self._seen.clear()
         self.root = nn.Module()
 
-    def _know_mode_of(self, tensor: torch.Tensor) -> None:
-        """Count the fake tensors that a tensor's mode makes of the parameters as seen: operations save those."""
+    def _see_parameters_of_mode(self, tensor: torch.Tensor) -> None:
+        """Count as seen the fake parameters of a tensor's mode: operations save these, not the parameters."""
         mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
         if mode is None or id(mode) in self._modes:
             return
@@ -376,7 +376,7 @@ class _SavedBytes:
 
 
 class _Part:
-    """A part of the trace, and the bytes that its operators have made."""
+    """A part of the trace (a unit or a checkpointed call), and the bytes that its operators have made."""
 
     def __init__(self) -> None:
         self.alive = self.needed = 0
@@ -407,7 +407,7 @@ class _LiveBytes:
         return self._open[-1]
 
     def end(self, part: _Part) -> None:
-        """End a part: what is made from now on is none of it."""
+        """End a part: what is made from now on does not count for it."""
         self._open.remove(part)
 
     def note_saved(self) -> None:
@@ -478,13 +478,13 @@ def run_fake(root: nn.Module, step: TrialStep) -> None:
 
 
 def _device_of(step: TrialStep) -> torch.device:
-    tensors = [each for each in tensors_in((step.args, step.kwargs)) if not isinstance(each, nn.Parameter)]
-    places = sorted({each.device for each in tensors}, key=lambda device: device.type == "cpu")
+    tensors = [tensor for tensor in tensors_in((step.args, step.kwargs)) if not isinstance(tensor, nn.Parameter)]
+    places = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type == "cpu")
     return places[0] if places else devices.current_device()
 
 
 def _fakes_on(mode: FakeTensorMode, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes the fake of a model's parameter or buffer on a device."""
+    """Return a function that makes the fake of a model's parameter or buffer, on a device."""
 
     @functools.cache  # a tensor with several names gets one fake
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -519,14 +519,14 @@ def restoring_model(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Te
     """
     saved = [(module, dict(vars(module)), _tensors_of(module)) for module in root.modules()]
     containers = [
-        each for _, attributes, _ in saved for each in attributes.values() if type(each) in _MUTABLE_CONTAINERS
+        value for _, attributes, _ in saved for value in attributes.values() if type(value) in _MUTABLE_CONTAINERS
     ]
-    contents = [copy.copy(each) for each in containers]
+    contents = [copy.copy(container) for container in containers]
     python, numpy = random.getstate(), np.random.get_state()
     try:
         for _, _, tensors in saved:
             for place, values in tensors:
-                place.update({name: None if each is None else stand_in(each) for name, each in values.items()})
+                place.update({name: None if tensor is None else stand_in(tensor) for name, tensor in values.items()})
         with devices.fork_rng(devices.current_device()):
             yield
     finally:

@@ -15,7 +15,7 @@ _UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
 
 
 def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
-    """Cut a model into units; leaves without parameters are none, they run on the rank that has their input.
+    """Cut a model into units; a leaf without parameters is none, and runs on the rank that has its input.
 
     Args:
         split: names of modules that must be cut, because the user placed their parts apart.

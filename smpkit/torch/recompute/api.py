@@ -20,7 +20,8 @@ from smpkit.torch.core.arguments import check_bool
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
-from smpkit.torch.pipeline.units import pp_ranks_of, run_together
+from smpkit.torch.pipeline.units import run_together
+from smpkit.torch.placement.placement import pp_ranks_of
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint, warn_once
 from smpkit.torch.recompute.region import name_of, run_checkpointed
 

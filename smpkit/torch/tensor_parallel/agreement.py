@@ -5,12 +5,12 @@ ranks with other models would wait for each other.
 
 `CallConsistencyCheck` runs at the beginning of a step (and of a forward outside any step). Ranks that call different
 steps, or bring batches of different shapes, would meet in collectives that do not fit: they would hang, or go on with
-wrong values. One small message tells::
+wrong values. One small message finds out::
 
     [ checksum of the call and its shapes | of values | a random number ]
 
-A forward takes the same way on all ranks: where ranks branch differently, they wait in different collectives until the
-deadline, whose error names both.
+Inside a forward nothing is compared: ranks that branch differently wait in different collectives until the deadline,
+whose error names both.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class CallConsistencyCheck:
             dist.all_gather(by_rank, own, group=group)
         calls, checksums, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
         ranks = dist.get_process_group_ranks(group)
-        if len({*calls}) > 1:
+        if len(set(calls)) > 1:
             texts = gather_objects(description, group, "what tensor-parallel ranks call")
             other = _first_other(texts)
             raise UsageError(
@@ -135,7 +135,7 @@ class CallConsistencyCheck:
                 hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same"
                 " length: `drop_last=True`, padding to a fixed length",
             )
-        if len({*checksums}) > 1:
+        if len(set(checksums)) > 1:
             raise UsageError(
                 f"prescaled_batch is on, but ranks {ranks[0]} and {ranks[_first_other(checksums)]} of a tensor-parallel"
                 f" group brought different values to {name}",

@@ -96,8 +96,8 @@ _BACKWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "all_to_all": all_to_all,
 }
 
-_SPOKEN: Final = {"reduce_scatter_from_tp": "reduce-scatter", "scatter_to_tp": "split", "all_to_all": "exchange"}
-"""Those that cut a dimension into equal parts, by what messages call them."""
+_SPLITTING: Final = {"reduce_scatter_from_tp": "reduce-scatter", "scatter_to_tp": "split", "all_to_all": "exchange"}
+"""The collectives that cut a dimension into equal parts, with their names in messages."""
 
 
 def _run(collective: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _run(collective: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -
     if x.dim():  # resolved here, so that backward and messages name the same dimension
         dims = tuple([dim % x.dim() for dim in dims])
     kind = collective.__name__
-    if kind in _SPOKEN:
+    if kind in _SPLITTING:
         _check_divides(x, dims[0], kind)
     if is_dry_run(x):
         return _dry_run_result(x, kind, dims)
@@ -132,7 +132,7 @@ class _Collective(torch.autograd.Function):
 def _check_divides(x: torch.Tensor, dim: int, kind: str) -> None:
     if x.shape[dim] % state.tp_size:
         raise UsageError(
-            f"{_SPOKEN[kind]} of a {list(x.shape)} tensor: dimension {dim} is {x.shape[dim]}, which the"
+            f"{_SPLITTING[kind]} of a {list(x.shape)} tensor: dimension {dim} is {x.shape[dim]}, which the"
             f" {state.tp_size} tensor-parallel ranks do not divide",
             hint=f"pad it to a multiple of {state.tp_size}",
         )
@@ -141,7 +141,7 @@ def _check_divides(x: torch.Tensor, dim: int, kind: str) -> None:
 def _dry_run_result(x: torch.Tensor, kind: str, dims: tuple[int, ...]) -> torch.Tensor:
     if kind in ("gather_to_tp", "gather_from_tp"):
         return torch.cat([x] * state.tp_size, dims[0])
-    if kind in _SPOKEN:
+    if kind in _SPLITTING:
         part = _own_part(x, dims[0])
         return torch.cat([part] * state.tp_size, dims[1]) if kind == "all_to_all" else part
     return x if kind == "copy_to_tp" else x.clone(memory_format=torch.contiguous_format)
@@ -184,8 +184,9 @@ def start_reduce_scatter(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor
 def _start(
     what: tuple[str, torch.Tensor], send: Callable[[dist.ProcessGroup], Any], result: Callable[[], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    _compare_shape(*what)
-    group, text = tp_group(), f"{what[0]} of {list(what[1].shape)} between tensor-parallel ranks"
+    kind, x = what
+    _compare_shape(kind, x)
+    group, text = tp_group(), f"{kind} of {list(x.shape)} between tensor-parallel ranks"
     with waiting(text, group):
         work = send(group)
 
@@ -252,8 +253,8 @@ _compared: Final[set[tuple[str, torch.Size, torch.dtype]]] = set()
 def _compare_shape(kind: str, x: torch.Tensor) -> None:
     """Compare what is sent between the ranks, the first time that a shape is sent so.
 
-    gloo accepts a message that is shorter than expected. If only one rank has sent its shape before, it does not take
-    part; then the collective fails that the others wait in, and each rank's error names the call and its shape.
+    gloo accepts a message that is shorter than expected. A rank that has sent its shape before does not compare it; the
+    collective that the others wait in then fails, and the error of each rank names the call and its shape.
     """
     key = (kind, x.shape, x.dtype)
     if key in _compared:

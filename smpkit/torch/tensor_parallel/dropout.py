@@ -28,7 +28,7 @@ from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.layouts import Layout
 
 _KEY: Final = mix(0, 0)
-"""The key under which the generator goes on after a common number: streams of the pipeline have CRCs of names."""
+"""Moves the generator on after a common number, as the name of a call (its CRC) does in streams of the pipeline."""
 
 
 class ParallelDropout(nn.Module):

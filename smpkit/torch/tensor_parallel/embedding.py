@@ -38,7 +38,7 @@ class _Embedding(DistributedModule):
     ) -> None:
         super().__init__(boundary=boundary)
         check_sizes(type(self).__name__, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        # Resolved as torch does it, before rows are compared with the pieces of ranks.
+        # As torch does it: which rank has the row is decided by its number from the beginning.
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
         self.num_embeddings = num_embeddings

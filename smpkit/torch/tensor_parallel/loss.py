@@ -101,6 +101,7 @@ def causal_loss(
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None) -> torch.Tensor:
+    """Return the loss of each of this rank's samples, 0 where its label is ignored."""
     has_own_samples = default_layout() is Layout.SHARD_BATCH
     samples = (labels.shape[0] * (state.tp_size if has_own_samples else 1), *labels.shape[1:]) if labels.dim() else ()
     _check_shapes(logits, labels, samples)

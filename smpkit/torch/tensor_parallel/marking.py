@@ -102,6 +102,9 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **tensor_par
         _mark(each, marking)
 
 
+_marked, _delayed = tensor_parallelism, delay_param_initialization  # `model_creation` has arguments of these names
+
+
 @contextlib.contextmanager
 def model_creation(
     tensor_parallelism: bool = False,
@@ -154,8 +157,3 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-# `model_creation` has arguments of these names.
-_marked = tensor_parallelism
-_delayed = delay_param_initialization

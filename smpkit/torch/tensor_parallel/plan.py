@@ -85,7 +85,7 @@ _OTHER: Final = ("mla_kv_a_proj", "moe_identity_expert", "embedding_rowwise")
 
 @dataclass(frozen=True)
 class _Named:
-    """What the plan names: a module or a bare parameter, with its name from the root on, and the module around it.
+    """A module or bare parameter that the plan names; `owner` is the module around it.
 
     Args:
         readers: modules that read its weight by themselves.
@@ -126,9 +126,9 @@ class _Group:
 
     @property
     def is_block(self) -> bool:
-        """Whether it has one sum over the ranks, which ends it, and one way in."""
-        ends = [not each.division.by_output for each in self.members if each.division is not None]
-        return sum(ends) == 1 < len(ends) and not any(each.style in _EXPERTS for each in self.members)
+        """Whether its only sum over the ranks is the one that ends it."""
+        ends = [not member.division.by_output for member in self.members if member.division is not None]
+        return sum(ends) == 1 < len(ends) and not any(member.style in _EXPERTS for member in self.members)
 
     def unnamed_inside(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield norms and trained activations between divided layers that the plan does not name, with their names.
@@ -136,12 +136,12 @@ class _Group:
         They lie beside a layer that makes heads or features of this rank. One that is as wide as what such a layer
         takes lies before it (in latent attention, say), and sees whole values.
         """
-        named = {each.target for each in self.members}
+        named = {member.target for member in self.members}
         widths: dict[nn.Module, set[int]] = {}
-        for each in self.members:
-            if each.division is not None and each.division.by_output and not each.division.whole_outside:
-                weight = getattr(each.target, "weight", each.target)
-                widths.setdefault(each.owner, set()).add(weight.shape[-1])
+        for member in self.members:
+            if member.division is not None and member.division.by_output and not member.division.whole_outside:
+                weight = getattr(member.target, "weight", member.target)
+                widths.setdefault(member.owner, set()).add(weight.shape[-1])
         for owner, taken in widths.items():
             for name, module in owner.named_children():
                 shapes = [parameter.shape for parameter in module.parameters()]
@@ -164,7 +164,7 @@ def _plan_of(module: nn.Module) -> Mapping[str, str]:
 def _named_by_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Module]]) -> list[_Named]:
     plan = _plan_of(root)
     everything: list[tuple[str, Any]] = [*root.named_modules(), *root.named_parameters()]
-    styled = ((name, plan.get(_generic(name)), target) for name, target in everything)
+    styled = ((name, plan.get(_pattern(name)), target) for name, target in everything)
     return [
         _Named(name, style, root.get_submodule(name.rpartition(".")[0]), target, readers.get(target, ()))
         for name, style, target in styled
@@ -172,7 +172,8 @@ def _named_by_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Modu
     ]
 
 
-def _generic(name: str) -> str:
+def _pattern(name: str) -> str:
+    """Return a name as a plan writes it, with `*` for numbers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -194,10 +195,10 @@ def apply_tp_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Modul
         return
     named = _named_by_plan(root, readers)
     _refuse_unknown_styles(root, named)
-    vocabulary = divide_vocabulary(root, {each.target: each.style for each in named if each.why_excepted is None})
-    named = [each for each in named if each.target not in vocabulary]
+    vocabulary = divide_vocabulary(root, {part.target: part.style for part in named if part.why_excepted is None})
+    named = [part for part in named if part.target not in vocabulary]
     undivided: dict[str, str] = {}
-    groups = [*_divisible_groups(root, named, undivided)]
+    groups = list(_divisible_groups(root, named, undivided))
     stacks = sorted({group.stack for group in groups})
     for base in sorted({_base_of(root, stack) for stack in stacks}):
         _prepare_base(root, root.get_submodule(base))
@@ -205,9 +206,9 @@ def apply_tp_plan(root: nn.Module, readers: Mapping[nn.Module, Sequence[nn.Modul
         for stack in stacks:
             _divide_stack(root, stack, [group.name for group in groups if group.stack == stack and group.is_block])
     for group in groups:
-        inside = [*group.unnamed_inside()]  # before their neighbours are divided
-        for each in group.members:
-            _divide(each)
+        inside = list(group.unnamed_inside())  # before their neighbours are divided
+        for member in group.members:
+            _divide(member)
         for _, module in inside:
             _mark_whole(module, adds_up=True)
     if state.rank == 0 and undivided:
@@ -223,12 +224,12 @@ def _divides_between_layers() -> bool:
 
 
 def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
-    for each in named:
-        is_known = each.style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
-        is_elsewhere = each.style == "embedding_rowwise" and _stack_of(root, each.name) is not None
-        if (not is_known or is_elsewhere) and each.why_excepted is None:
+    for part in named:
+        is_known = part.style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
+        is_elsewhere = part.style == "embedding_rowwise" and _stack_of(root, part.name) is not None
+        if (not is_known or is_elsewhere) and part.why_excepted is None:
             raise UnsupportedError(
-                f"the plan of {type(root).__name__} divides `{_generic(each.name)}` by the style `{each.style}`, which"
+                f"the plan of {type(root).__name__} divides `{_pattern(part.name)}` by the style `{part.style}`, which"
                 " smpkit does not know there",
                 hint="except the model, or this part, with smp.set_tensor_parallelism(module, enabled=False)",
             )
@@ -237,26 +238,26 @@ def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
 def _divisible_groups(root: nn.Module, named: list[_Named], undivided: dict[str, str]) -> Iterator[_Group]:
     """Yield the groups that are divided; say in `undivided` why others are not, by the name in the plan."""
     groups: dict[str, _Group] = {}
-    for each in named:
-        stack = _stack_of(root, each.name)
+    for part in named:
+        stack = _stack_of(root, part.name)
         if stack is not None:
-            child = ".".join(each.name.split(".")[: stack.count(".") + 3])
-            groups.setdefault(child, _Group(child, stack)).members.append(each)
-        elif each.division is not None:
-            undivided[_generic(each.name)] = each.why_excepted or "it lies outside of lists of layers"
+            child = ".".join(part.name.split(".")[: stack.count(".") + 3])
+            groups.setdefault(child, _Group(child, stack)).members.append(part)
+        elif part.division is not None:
+            undivided[_pattern(part.name)] = part.why_excepted or "it lies outside of lists of layers"
     for group in groups.values():
         why = next(filter(None, [*map(_why_undivided, group.members), _why_heads_differ(group)]), None)
         if why is None:
             yield group
         else:
-            undivided[_generic(group.name)] = why
+            undivided[_pattern(group.name)] = why
 
 
 def _stack_of(root: nn.Module, name: str) -> str | None:
     """Return the name of the outermost list of layers around something; None if there is none."""
     parts = name.split(".")
     outer = (".".join(parts[:count]) for count in range(1, len(parts)) if parts[count].isdigit())
-    return next((each for each in outer if isinstance(root.get_submodule(each), nn.ModuleList)), None)
+    return next((path for path in outer if isinstance(root.get_submodule(path), nn.ModuleList)), None)
 
 
 def _base_of(root: nn.Module, stack: str) -> str:
@@ -332,8 +333,8 @@ def _why_heads_are_indivisible(attention: Any, name: str, layer: nn.Linear) -> s
 def _why_heads_differ(group: _Group) -> str | None:
     """Return what has weights of its own for each head (norms of queries of Cohere, of StableLM); None if nothing."""
     for name, module in group.unnamed_inside():
-        has_list = any(isinstance(each, nn.ModuleList) for each in module.modules())
-        if has_list or any(each.dim() > 1 for each in module.parameters()):
+        has_list = any(isinstance(child, nn.ModuleList) for child in module.modules())
+        if has_list or any(parameter.dim() > 1 for parameter in module.parameters()):
             return f"`{name}` has weights of its own for each head"
     return None
 
@@ -581,7 +582,7 @@ def _mask_of_nothing(kwargs: Mapping[str, Any], cache: Any) -> torch.Tensor | No
 
 def _gather_input(value: Any, name: str, samples: int) -> Any:
     if isinstance(value, dict):  # masks by kind of layer
-        return {key: _gather_input(each, name, samples) for key, each in value.items()}
+        return {key: _gather_input(mask, name, samples) for key, mask in value.items()}
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
     if value.shape[0] == samples:

@@ -25,9 +25,9 @@ from smpkit.torch.tensor_parallel.loss import causal_loss, gather_logits, with_l
 
 
 class _InForward(threading.local):
-    """What is so in the forward that this thread is in.
+    """The state of the forward that runs in this thread.
 
-    By thread: over a pipeline, microbatches that are suspended in a forward each have a thread of their own.
+    Over a pipeline, each microbatch that is suspended in a forward has a thread of its own.
     """
 
     gathered_by: nn.Module | None = None
@@ -41,9 +41,9 @@ in_forward: Final = _InForward()
 
 
 def divide_vocabulary(root: nn.Module, styles: Mapping[nn.Module, str]) -> set[nn.Module]:
-    """Divide the word embedding and the head of a model, by the styles in its plan, and return which of them.
+    """Divide the word embedding and the head of a model by the styles in its plan; return those that were divided.
 
-    A table that both share is divided if both are.
+    If they share their table, both are divided or neither.
     """
     embedding, head = _embedding_of(root), _head_of(root)
     divides_embedding = styles.get(embedding) == "embedding_rowwise" and _is_plain_embedding(embedding)
@@ -57,11 +57,11 @@ def divide_vocabulary(root: nn.Module, styles: Mapping[nn.Module, str]) -> set[n
         vars(head)["forward"] = functools.partial(_logits, head)
         owner = next(module for module in root.modules() if head in module.children())
         _use_loss_of_divided_logits(owner, head.out_features)
-    divided = [embedding] * divides_embedding + [head] * divides_head
+    divided = {module for module, divides in ((embedding, divides_embedding), (head, divides_head)) if divides}
     for module in divided:
         for parameter in module.parameters():
             divide_parameter(parameter, 0)
-    return {*divided}
+    return divided
 
 
 def are_tied(root: nn.Module) -> bool:

@@ -45,8 +45,8 @@ better, with a function that makes it::
         for name in state:
             yield name.replace("mlp.fc", "output.dense1"), lambda name=name: state[name].t()
 
-So weights are made and taken apart one at a time, and those of other pipeline ranks not at all: `state` may compute a
-tensor when it is asked for. A name that `state` lacks is left out, with everything that depends on it.
+So weights are made and divided one at a time, and those of other pipeline ranks not at all: `state` may compute a
+tensor when it is read. A name that `state` lacks is left out, and so is everything that depends on it.
 """
 
 _Module = TypeVar("_Module", bound=type[nn.Module])

@@ -71,12 +71,12 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
             hint="call smp.set_activation_checkpointing after smp.DistributedModel",
         )
     # Before anything is sent for a single module: ranks that have others to treat would wait for each other.
-    fresh = {each.name: each.is_fresh for each in search.decide_freshness(root, fresh_weights)}
+    fresh = {replaced.name: replaced.is_fresh for replaced in search.decide_freshness(root, fresh_weights)}
     seed, fresh = compare_models(root, [*search.skipped, *fresh, *search.planned], fresh)
-    for each in search.replaced:
-        each.is_fresh = fresh[each.name]
-        _fill(each, seed)
-        _hand_over(each)
+    for replaced in search.replaced:
+        replaced.is_fresh = fresh[replaced.name]
+        _fill(replaced, seed)
+        _hand_over(replaced)
     for name, module in search.planned.items():
         weight = hook_on_weight(module)
         if weight is not None:
@@ -97,10 +97,10 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
 def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
     """Do what `distribute` does, without weights and other ranks, for `smpkit plan`; return model and report."""
     search = _Search(root)
-    report = [*search.report()]
+    report = list(search.report())
     report += [f"  not checkpointed in this plan: `{name}`, which is replaced" for name in search.checkpointed()]
-    for each in search.replaced:
-        _hand_over(each)
+    for replaced in search.replaced:
+        _hand_over(replaced)
     for module in search.planned.values():
         apply_tp_plan(module, search.readers)
     return _install(root, search.replaced), report
@@ -111,8 +111,8 @@ def replacement_stubs(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Modu
 
     Replacements have no memory. They give names and sizes, with which checkpoints of other degrees are translated.
     """
-    for each in _Search(root, minds_hooks=False).replaced:  # a model that trains has hooks of smpkit's own
-        yield each.name, each.module, each.replacement, each.rule
+    for replaced in _Search(root, minds_hooks=False).replaced:  # a model that trains has hooks of smpkit's own
+        yield replaced.name, replaced.module, replaced.replacement, replaced.rule
 
 
 _RULE: Final = "_smp_replacement_rule"
@@ -133,8 +133,8 @@ _REPLACED: Final = "_smp_replaced"
 def refuse_replaced_parameters(optimizer: Any) -> None:
     """Refuse an optimizer of parameters that tensor parallelism has replaced, or with states of whole ones."""
     hint = "make the optimizer of `model.parameters()` after smp.DistributedModel"
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    names = [getattr(each, _REPLACED) for each in parameters if hasattr(each, _REPLACED)]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [getattr(parameter, _REPLACED) for parameter in parameters if hasattr(parameter, _REPLACED)]
     kind = type(optimizer).__name__
     if names:
         others = f" and {len(names) - 1} other parameters of its" if names[1:] else ""
@@ -143,7 +143,7 @@ def refuse_replaced_parameters(optimizer: Any) -> None:
         )
     for parameter in parameters:  # those that are divided in place
         shard, values = shard_of(parameter), (optimizer.state.get(parameter) or {}).values()
-        shapes = {tuple(each.shape) for each in values if isinstance(each, torch.Tensor)}
+        shapes = {tuple(value.shape) for value in values if isinstance(value, torch.Tensor)}
         if shard is not None and shard.shape != shard.local_shape and shard.shape in shapes:
             raise UsageError(f"{kind} has states of parameters that smp.DistributedModel has divided", hint=hint)
 
@@ -226,21 +226,21 @@ class _Search:
 
     def _why_tied(self, module: nn.Module) -> str | None:
         """Return what ties a module to the rest of the model, so that it cannot be distributed by itself."""
-        inside = {*module.modules()}
-        tied = (each for each in module.parameters() if self._holders[each] - inside)
-        return next((f"it shares the weight `{self._names[each]}` with another module" for each in tied), None)
+        inside = set(module.modules())
+        tied = (weight for weight in module.parameters() if self._holders[weight] - inside)
+        return next((f"it shares the weight `{self._names[weight]}` with another module" for weight in tied), None)
 
     def _why_read(self, module: nn.Module) -> str | None:
         """Return what reads a weight in a module past it."""
-        inside = {*module.modules()}
-        readers = (reader for each in inside for reader in self.readers.get(each, ()) if reader not in inside)
+        inside = set(module.modules())
+        readers = (reader for part in inside for reader in self.readers.get(part, ()) if reader not in inside)
         return next((f"{type(reader).__name__} reads its weight by itself" for reader in readers), None)
 
     def checkpointed(self) -> Iterator[str]:
         """Yield the names of checkpointed modules that are replaced: the setting would go with them."""
-        for each in self.replaced:
-            for name, module in each.module.named_modules(prefix=each.name):
-                is_flagged = each.rule.finish is None and getattr(module, "gradient_checkpointing", False)
+        for replaced in self.replaced:
+            for name, module in replaced.module.named_modules(prefix=replaced.name):
+                is_flagged = replaced.rule.finish is None and getattr(module, "gradient_checkpointing", False)
                 if is_flagged or ModuleCall.of(module).checkpointing is not None:
                     yield name
 
@@ -248,9 +248,10 @@ class _Search:
         """Say of each module that is replaced whether it draws fresh weights, as this rank sees it."""
         as_v1 = state.is_v1_script and not state.cfg.match_weights
         loaded = loaded_modules(root) if asked is None and as_v1 else set()
-        for each in self.replaced:
-            was_not_loaded = loaded.isdisjoint(map(id, each.module.modules()))
-            each.is_fresh = not each.rule.keeps_weights and (as_v1 and was_not_loaded if asked is None else asked)
+        for replaced in self.replaced:
+            was_not_loaded = loaded.isdisjoint(map(id, replaced.module.modules()))
+            is_fresh = as_v1 and was_not_loaded if asked is None else asked
+            replaced.is_fresh = is_fresh and not replaced.rule.keeps_weights
         return self.replaced
 
     def report(self) -> Iterator[str]:
@@ -274,7 +275,7 @@ class _Search:
                 f"  fresh weights for {', '.join(f'{count} {kind}' for kind, count in untranslated.items())}: weights"
                 " that they have, loaded ones too, are dropped; `to_distributed` of smp.tp_register keeps them"
             )
-        fresh = sum(each.is_fresh and each.rule.to_distributed is not None for each in self.replaced)
+        fresh = sum(replaced.is_fresh and replaced.rule.to_distributed is not None for replaced in self.replaced)
         if fresh:
             yield (
                 f"  fresh weights, as in SMP v1, for {fresh} of {kinds.total()}: nothing was loaded into what they"
@@ -283,15 +284,15 @@ class _Search:
         for sentence in self.skipped.values():
             yield f"  not distributed: {sentence}"
         if not self.planned:  # a plan takes no arguments, and may be marked with those of other modules
-            unused = {name for each in self.replaced for name in each.marking.config}
-            unused -= {name for each in self.replaced for name in argument_names(each.rule.distributed)}
+            unused = {name for replaced in self.replaced for name in replaced.marking.config}
+            unused -= {name for replaced in self.replaced for name in argument_names(replaced.rule.distributed)}
             for name in sorted(unused):
                 yield f"  no distributed module has an argument `{name}`: it has no effect"
 
 
 def _why_excepted(module: nn.Module) -> str | None:
     markings = filter(None, map(marking_of, module.modules()))
-    return None if all(each.enabled for each in markings) else "a part of it is excepted from tensor parallelism"
+    return None if all(marking.enabled for marking in markings) else "a part of it is excepted from tensor parallelism"
 
 
 def _why_hooked(module: nn.Module) -> str | None:
@@ -300,7 +301,7 @@ def _why_hooked(module: nn.Module) -> str | None:
         kinds = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
         # `gradient_checkpointing_enable` registers one for reentrant checkpoints, which need it; ours do not.
         if any(
-            getattr(hook, "__name__", "") != "make_inputs_require_grads" for each in kinds for hook in each.values()
+            getattr(hook, "__name__", "") != "make_inputs_require_grads" for hooks in kinds for hook in hooks.values()
         ):
             return f"a hook was registered on {f'its `{name}`' if name else 'it'}"
     weight = hook_on_weight(module)
@@ -310,7 +311,7 @@ def _why_hooked(module: nn.Module) -> str | None:
 def _construct(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn.Module:
     """Construct the distributed module, without memory for its weights and without drawing random numbers."""
     args, kwargs = with_overrides(rule.distributed, arguments_of(module, rule), marking.config)
-    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
     # On the host, whatever the user's default device is: weights get memory in `_fill`, not before. The fork
     # leaves the script's random numbers as they were.
     with torch.device("cpu"), torch.random.fork_rng([]), delay_param_initialization(), default_dtype(dtype):
@@ -329,10 +330,10 @@ def _fill(replaced: _Replaced, seed: int) -> None:
     module, replacement = replaced.module, replaced.replacement
     if any(map(is_delayed, module.parameters())):
         return
-    device = next((each.device for each in module.parameters()), state.device)
+    device = next((parameter.device for parameter in module.parameters()), state.device)
     if not replaced.is_fresh:
         _translate_weights(replaced, device)
-    initialize(replacement, [*replacement.parameters()], device, seed, replaced.name)
+    initialize(replacement, list(replacement.parameters()), device, seed, replaced.name)
 
 
 def _translate_weights(replaced: _Replaced, device: torch.device) -> None:
@@ -413,7 +414,7 @@ def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
 def _install(root: nn.Module, replaced: list[_Replaced]) -> nn.Module:
     """Make the distributed modules children of all parents of the modules that they replace; return the model."""
     # A shared module has several parents, or several names in one: it is looked up under all of them.
-    new: dict[nn.Module | None, nn.Module] = {each.module: each.replacement for each in replaced}
+    new: dict[nn.Module | None, nn.Module] = {item.module: item.replacement for item in replaced}
     for parent in list(root.modules()):
         is_fused = isinstance(parent, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
         if is_fused and not new.keys().isdisjoint(parent.modules()):
@@ -465,7 +466,7 @@ def _paths_read(kind: Any, forward: Callable[..., Any]) -> list[str]:
                 paths[path] = None
             elif not path and inspect.isfunction(method := getattr(kind, last, None)):
                 functions.append(method)
-    return [*paths]
+    return list(paths)
 
 
 def _names_read(function: Callable[..., Any]) -> Iterator[str]:

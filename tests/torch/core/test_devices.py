@@ -156,8 +156,7 @@ def test_devices_are_connected_by_their_own_backend_alone(
     config: str, kind: str, connects: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(backends, "_unwrapped", lambda group, device: device.type)
-    group: Any = object()
+    group: Any = SimpleNamespace(_get_backend=lambda device: device.type)
     assert backends.connects(group, torch.device(kind)) == connects
     assert backends.carries_host_tensors(group) == config.startswith("cpu")
     connected = [each for each in config.replace(":", ",").split(",") if each in ("cuda", "xpu")]

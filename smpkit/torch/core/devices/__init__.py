@@ -224,11 +224,11 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def host_registration(device: torch.device) -> tuple[Callable[[int, int], None], Callable[[int], object]] | None:
-    """Return how a driver pins memory of the host that is mapped already, and how it unpins that.
+    """Return functions by which a driver pins memory of the host that is mapped already, and unpins it.
 
-    The first function takes an address and a number of bytes, and raises OSError if the driver refuses; the second
-    takes the address. A plug-in's module may offer `host_register` and `host_unregister` of the same arguments; None
-    where it does not: then torch has to allocate what shall be pinned.
+    The first takes an address and a number of bytes, and raises OSError if the driver refuses; the second takes the
+    address. A plug-in's module may offer `host_register` and `host_unregister` with the same arguments; where it does
+    not, this returns None, and only torch can allocate pinned memory.
     """
     module: Any = torch.get_device_module(device)
     flags: tuple[int, ...] = ()
@@ -245,20 +245,16 @@ def host_registration(device: torch.device) -> tuple[Callable[[int, int], None],
             refusal = int(pin(address, num_bytes, *flags) or 0)
         except RuntimeError as error:
             raise OSError(f"the driver did not take {num_bytes} bytes of the host: {error}") from error
+        if refusal and device.type == "cuda":
+            # torch reads the last error after each kernel that it launches, and would report this one as the kernel's:
+            # launch one here, which raises it.
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")
+            raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {refusal}")
         if refusal:
-            if device.type == "cuda":
-                _clear_last_error()
-                raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {refusal}")
             raise OSError(f"the driver did not take {num_bytes} bytes of the host: error {refusal}")
 
     return register, unpin
-
-
-def _clear_last_error() -> None:
-    # torch asks for the last error after each kernel it launches, and would report that of a failed call of the runtime
-    # as the kernel's. So launch one here, which raises it.
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -78,13 +78,8 @@ def connects(group: dist.ProcessGroup, device: torch.device) -> bool:
 def device_backends(group: dist.ProcessGroup) -> list[Backend]:
     """Return what connects a group's devices and not its hosts: nothing, or one backend."""
     kinds = map(torch.device, backends_of(group))
-    return [_unwrapped(group, device) for device in kinds if connects(group, device)]
-
-
-def _unwrapped(group: dist.ProcessGroup, device: torch.device) -> Backend:
-    backend = group._get_backend(device)
-    found: Backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    return found
+    backends = [group._get_backend(device) for device in kinds if connects(group, device)]
+    return [getattr(each, "wrapped_pg", each) for each in backends]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them
 
 
 def error_of(backend: Backend) -> str | None:

@@ -213,9 +213,9 @@ def unpack_tuple(owner: str, inputs: object, names: Sequence[str], *, rotates: b
 
 
 def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch.Tensor:
-    """Return the mask (or positions) of all `num_samples` of the group, if it is not that already.
+    """Return the mask (or positions) of all `num_samples` of the group; it may be that already.
 
-    Ranks with samples of their own may each give another one for all of theirs.
+    A rank with samples of its own may have brought one mask for all of them, another than other ranks.
     """
     if state.tp_size == 1 or boundary is not Layout.SHARD_BATCH or mask.shape[0] == num_samples:
         return mask
@@ -224,9 +224,9 @@ def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is added to scores; of a boolean mask, which is True where positions may be attended to.
+    """Return a mask as what is added to scores; a boolean one is True where positions may be attended to.
 
-    What sees nothing gets 0 from torch's attention (padding on the left, beside a causal mask).
+    A position that sees nothing (padding on the left, beside a causal mask) gets 0 from torch's attention.
     """
     if mask.dim() != 4:  # it would be taken for one of positions where as many samples or heads are as positions
         raise UsageError(
