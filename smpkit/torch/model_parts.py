@@ -6,14 +6,14 @@ The state dict of the whole model is put together from what ranks hold, and divi
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.placement.delayed import is_delayed, run_deferred_loads, set_delayed_value
@@ -63,6 +63,25 @@ class ModelParts(nn.Module):
     def get_module(self) -> nn.Module:
         """Return the user's model, under all wrappers."""
         return self.module
+
+    def cpu(self) -> Self:
+        """Move the model to the host's memory.
+
+        Raises:
+            UnsupportedError: this rank holds a part of it, of which SMP v1 made the whole.
+        """
+        if _holds_parts():
+            raise UnsupportedError(
+                "model.cpu() would move this rank's part of the weights only, where SMP v1 made the model whole",
+                hint="let all ranks call `model.original_state_dict()`, and load what it returns into a plain model",
+            )
+        return super().cpu()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # Without the buffers of other ranks: they have no data, and torch refuses to move such.
+        is_divided = self.pipeline is not None and self.partitioned
+        super()._apply(lambda each: each if is_divided and each.is_meta else fn(each), recurse)  # type: ignore[no-untyped-call]
+        return self
 
     # --- what this rank holds ----------------------------------------------------------------------------------
 
