@@ -6,21 +6,21 @@ The state dict of the whole model is put together from what ranks hold, and divi
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.placement.delayed import is_delayed, run_deferred_loads, set_delayed_value
 from smpkit.torch.placement.dtensor import distribute_state, full_tensor_of, local_tensor_of
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, sees_scaled_batch
-from smpkit.torch.state_dict import PARTIAL_KEY, merge_on_all_ranks, tie_of, whole_value
+from smpkit.torch.state_dict import PARTIAL_KEY, merge_on_all_ranks, tie_of, whole_value, with_versions
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.state_dict import (
     join_state,
@@ -63,6 +63,25 @@ class ModelParts(nn.Module):
     def get_module(self) -> nn.Module:
         """Return the user's model, under all wrappers."""
         return self.module
+
+    def cpu(self) -> Self:
+        """Move the model to the host's memory.
+
+        Raises:
+            UnsupportedError: this rank holds a part of it, of which SMP v1 made the whole.
+        """
+        if _holds_parts():
+            raise UnsupportedError(
+                "model.cpu() would move this rank's part of the weights only, where SMP v1 made the model whole",
+                hint="let all ranks call `model.original_state_dict()`, and load what it returns into a plain model",
+            )
+        return super().cpu()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # Without the buffers of other ranks: they have no data, and torch refuses to move such.
+        is_divided = self.pipeline is not None and self.partitioned
+        super()._apply(lambda each: each if is_divided and each.is_meta else fn(each), recurse)  # type: ignore[no-untyped-call]
+        return self
 
     # --- what this rank holds ----------------------------------------------------------------------------------
 
@@ -138,7 +157,7 @@ class ModelParts(nn.Module):
             gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
         """
         run_deferred_loads()
-        local: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        local: Any = self.module.state_dict(*args, **kwargs)
         prefix: str = kwargs.get("prefix", "")
         if gather_to_rank0:
             return self._gather_on_first_rank(local, prefix)
@@ -153,9 +172,9 @@ class ModelParts(nn.Module):
             whole = join_state(self.module, whole, prefix=prefix)
         if held is not None:
             whole = merge_on_all_ranks(whole)
-        return {name: whole[name] for name in local if name in whole}
+        return with_versions(local, {name: whole[name] for name in local if name in whole})
 
-    def _gather_on_first_rank(self, local: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def _gather_on_first_rank(self, local: Any, prefix: str) -> dict[str, Any]:
         """Gather the whole model's state on its first rank, entry by entry; return an empty dict on the others."""
         own = self.module.state_dict(keep_vars=True)
         keeps = state.mp_rank == 0 and (state.cfg.sharded_data_parallel_degree == 1 or state.rdp_rank == 0)
@@ -167,7 +186,7 @@ class ModelParts(nn.Module):
             entry = whole.get(known) if known != name else whole_value(name.removeprefix(prefix), value, self.placement)
             if keeps and not (isinstance(entry, torch.Tensor) and entry.device.type == "meta"):
                 whole[name] = local[name] if entry is value else entry
-        return whole
+        return with_versions(local, whole)
 
     def original_state_dict(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
         """Return the whole model's state under the names it had before tensor parallelism replaced modules.
@@ -207,8 +226,8 @@ class ModelParts(nn.Module):
         if kwargs.get("assign"):
             raise assignment_refusal()
         run_deferred_loads()
-        held, names = self._held_names(), self.module.state_dict().keys()
-        is_partial = bool(state_dict.get(PARTIAL_KEY))
+        held, own = self._held_names(), self.module.state_dict()
+        names, is_partial = own.keys(), bool(state_dict.get(PARTIAL_KEY))
         values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
         if PARTIAL_KEY not in state_dict:  # what `state_dict()` returned has the distributed names already
             values = with_distributed_names(self.module, values, set(names if held is None else held))
@@ -228,7 +247,7 @@ class ModelParts(nn.Module):
         for name, parameter in self.module.named_parameters():
             if is_delayed(parameter) and name in values:
                 set_delayed_value(parameter, values[name])
-        values = distribute_state(values, self.module)
+        values = with_versions(own if is_partial else state_dict, distribute_state(values, self.module))
         # Torch would miss the entries of other ranks; where that is so, names have been checked above, or cannot be.
         lacks_entries = held is not None or (self.pipeline is not None and is_partial and same_partition_load)
         result = self.module.load_state_dict(values, strict=strict and not lacks_entries, **kwargs)

@@ -13,6 +13,7 @@ dict: by the number of the parameter in the parameter groups.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -42,6 +43,13 @@ def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
     for each in allgather(dict(part), CommGroup.PP_GROUP):
         merged.update(each)
     return merged
+
+
+def with_versions(source: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with the versions of modules that a state dict of torch has: some load nothing without them."""
+    versioned = OrderedDict(values)
+    vars(versioned)["_metadata"] = getattr(source, "_metadata", None)
+    return versioned
 
 
 def tie_of(name: str, value: Any) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,28 @@ def test_trap_14_local_state_dict_is_marked_partial_and_loads_again() -> None:
     for mark in (True, False):
         model.load_state_dict({**local, "_smp_is_partial": mark})
     model.load_state_dict(Net().state_dict(), same_partition_load=True)
+
+
+class Versioned(Net):
+    """Loads nothing that does not say which version it is of, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != 2:
+            raise ValueError(f"there is no version {local_metadata.get('version')}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_state_dicts_say_of_which_versions_modules_are(gather: bool, tmp_path: Path) -> None:
+    model = wrap(Versioned())
+    state = model.state_dict(gather_to_rank0=gather)
+    Versioned().load_state_dict(state)
+    model.load_state_dict(state)
+    model.load_state_dict(model.local_state_dict())
+    smp.save_checkpoint(tmp_path, "whole", partial=False)
+    Versioned().load_state_dict(torch.load(tmp_path / "whole"))
 
 
 def test_trap_11_load_state_dict_leaves_its_argument_alone_and_is_strict() -> None:

@@ -24,7 +24,7 @@ from smpkit.torch.checkpoints.folder import as_checkpoint_error, fsync_write, pi
 from smpkit.torch.checkpoints.tensors import bytes_of
 from smpkit.torch.core.runtime import state
 from smpkit.torch.model import DistributedModel
-from smpkit.torch.state_dict import tie_of, whole_value
+from smpkit.torch.state_dict import tie_of, whole_value, with_versions
 from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
@@ -147,6 +147,7 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
                     values[name] = torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
             content = {name: values[first] for name, first in whole.ties.items() if first in values}
             content |= {name: value for name, value in values.items() if name not in content}
+            content = with_versions(model.module.state_dict(), content)
             fsync_write(path, lambda file: torch.save(content, file), go_on)
             scratch.unlink(missing_ok=True)
 

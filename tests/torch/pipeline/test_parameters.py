@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from tests.models import WIDTH, Case, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import error_of, in_a_row, on_ranks
+from tests.torch.steps import train_step as train_plainly
 from tests.train import Way, same
 
 
@@ -193,6 +194,17 @@ def test_what_needs_no_numbers_goes_on_for_all_parameters() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
     model.module.load_state_dict(model.state_dict())
     model.to(torch.float64)
+
+
+@on_ranks(2)
+def test_a_model_with_buffers_of_other_ranks_moves_but_is_not_made_whole() -> None:
+    model = in_a_row(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)))
+    train_plainly(model, torch.ones(4, WIDTH))
+    model.to("cpu", torch.float64)  # torch copies no buffer that has no data
+    assert {each.dtype for each in (*model.local_parameters(), *model.local_buffers())} == {torch.float64, torch.int64}
+    assert train_plainly(model, torch.ones(4, WIDTH, dtype=torch.float64)).reduce_mean().dtype is torch.float64
+    with pytest.raises(UnsupportedError, match=r"model\.cpu\(\) would move this rank's part"):
+        model.cpu()
 
 
 class Penalised(nn.Module):
