@@ -18,7 +18,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.warn import warn_user
-from smpkit.torch.model_parts import ModelParts, refuse_saving_parts
+from smpkit.torch.model_parts import ModelParts, refuse_use_of_parts
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.pipeline.parameters import has_gradient_of_a_step
 from smpkit.torch.placement.delayed import refuse_unset_values
@@ -185,7 +185,7 @@ def watch_users_model(root: nn.Module) -> None:
     parts, as `resize_token_embeddings` and adapters do: no rank would average their gradients, or hold them for others.
     """
     refuse_assignment(root)
-    refuse_saving_parts(root)
+    refuse_use_of_parts(root)
     _watched.clear()
     _watched.update(root.modules())
     for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):

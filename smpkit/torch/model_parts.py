@@ -300,20 +300,39 @@ def alias_module(module: nn.Module) -> None:
         object.__setattr__(module, "module", _LastHop(module))
 
 
-def refuse_saving_parts(root: nn.Module) -> None:
-    """Refuse Hugging Face's `save_pretrained` of a model of which this rank holds a part, as long as it is wrapped.
+def refuse_use_of_parts(root: nn.Module) -> None:
+    """Refuse what Hugging Face's models do with whole weights, of which this rank holds parts, as long as it does.
 
-    It would write NaN for what other pipeline ranks hold, and pieces in the place of wholes.
+    `save_pretrained` would write NaN for what other pipeline ranks hold, and pieces in the place of wholes.
     """
     for module in root.modules():
-        if hasattr(type(module), "save_pretrained"):
-            object.__setattr__(module, "save_pretrained", functools.partial(_save_pretrained, module))
+        for name, method in (
+            ("save_pretrained", _save_pretrained),
+            ("resize_token_embeddings", _resize_token_embeddings),
+        ):
+            if hasattr(type(module), name):
+                object.__setattr__(module, name, functools.partial(method, module))
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return state.model is not None and any(each is module for each in state.model.modules())
+
+
+def _resize_token_embeddings(module: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    # Where embeddings are whole, a new one is refused when the model gets it.
+    is_divided = _is_wrapped(module) and state.cfg.sharded_data_parallel_degree > 1
+    if is_divided and new_num_tokens not in (None, module.get_input_embeddings().weight.shape[0]):
+        raise UsageError(
+            "resize_token_embeddings was called after smp.DistributedModel, by which sharded data parallelism has"
+            " divided the embeddings over ranks",
+            hint="resize them before the model is wrapped",
+        )
+    kind: Any = type(module)
+    return kind.resize_token_embeddings(module, new_num_tokens, *args, **kwargs)
 
 
 def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    model = state.model
-    is_wrapped = model is not None and any(each is module for each in model.modules())
-    if is_wrapped and kwargs.get("state_dict") is None and _holds_parts():
+    if _is_wrapped(module) and kwargs.get("state_dict") is None and _holds_parts():
         raise UsageError(
             f"save_pretrained of {type(module).__name__} would write this rank's part of the weights only",
             hint="call `smp.save_pretrained(folder)` on all ranks; adapters: `save_pretrained(folder,"

@@ -153,10 +153,13 @@ class Drawn:
 
         The gradients of a weight that is used twice are added in the schedule's order, which the first step of a job
         does not have yet, and which zero bubble decides by measured times. More than two replicas add up in an order
-        that the buckets of gradients decide, and a job that began with frozen layers has other ones.
+        that the buckets of gradients decide, and a job that began with frozen layers has other ones. Microbatches of
+        packed sequences take other ways than the first: a job adds up those that follow its schedule before the
+        others in its first step of a kind, and all in their order from then on.
         """
+        departs = self.model == "sequence" and job["pipeline_parallel_degree"] > 1
         in_turns = self.repeated and job.parameters.get("pipeline") in ("interleaved", "zero_bubble")
-        return not (in_turns or (self.settings["FROZEN"] and job.replicas > 2))
+        return not (departs or in_turns or (self.settings["FROZEN"] and job.replicas > 2))
 
     @property
     def half(self) -> bool:

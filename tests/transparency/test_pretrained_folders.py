@@ -92,6 +92,11 @@ def save_with_transformers(way: Way, folder: Path) -> None:
         llama: Any = trained.model.get_module()
         with pytest.raises(UsageError, match="would write this rank's part of the weights only"):
             llama.save_pretrained(folder / "part")
+        if way == SHARDED:
+            vocabulary = llama.config.vocab_size
+            with pytest.raises(UsageError, match="resize_token_embeddings was called after"):
+                llama.resize_token_embeddings(vocabulary + 1)
+            assert llama.resize_token_embeddings(vocabulary) is llama.get_input_embeddings()
         whole = trained.model.original_state_dict()
         if smp.rank() == 0:
             llama.save_pretrained(folder / "whole", state_dict=whole)

@@ -18,14 +18,16 @@ steps and a second reduction all follow from this; no other bookkeeping is neede
 therefore multiplies each gradient as it arises, and not the result.
 
 [Note: results on one rank] With sharded optimizer state only the owner of a parameter gets the result, and the others
-drop their part: there a reduced gradient is not equal on all ranks. The owner therefore sets it aside when a backward
-adds to it, before it does, and adds it to the next result.
+drop their part: there a reduced gradient is not equal on all ranks. What a backward adds to a result on its owner is
+therefore divided by the number of ranks as it arises, and the sum of both is not divided again. All of it lies in
+`grad`, so that whoever clears or scales that, in whatever way, means all of it.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter
@@ -81,18 +83,18 @@ class Bucket:
         self.missing = set(self.ids)
         """Parameters, by id, whose gradients the backward now running has not finished."""
 
-    def pack(self, used: AbstractSet[int]) -> None:
+    def pack(self, used: AbstractSet[int], results: AbstractSet[int]) -> None:
         """Copy this rank's gradients, divided by the number of ranks, and its flags into the buffer.
 
         Dividing before the sum, not after, keeps half-precision sums from overflowing. `used` has the ids of the
-        parameters that backward has reached since the last reduction.
+        parameters that backward has reached since the last reduction, `results` of those that are divided already.
         """
         size = dist.get_world_size(self.group)
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is None:
                 view.zero_()
             else:
-                torch.div(param.grad, size, out=view)
+                torch.div(param.grad, 1 if id(param) in results else size, out=view)
         if self.ids <= used:
             self.flags.fill_(1)
         else:
@@ -108,11 +110,8 @@ class Bucket:
             work = dist.reduce(self.flat, group=self.group, group_dst=self.owner, async_op=True)
         return work
 
-    def unpack(self, used: AbstractSet[int], earlier: Mapping[int, torch.Tensor]) -> None:
-        """Give each parameter that any rank's backward reached its reduced gradient, if this rank is its owner.
-
-        `earlier` has results that this one is added to, by the id of the parameter.
-        """
+    def unpack(self, used: AbstractSet[int]) -> None:
+        """Give each parameter that any rank's backward reached its reduced gradient, if this rank is its owner."""
         if not self.is_owner:
             for param in self.params:
                 param.grad = None
@@ -121,12 +120,8 @@ class Bucket:
         flags = [1.0] * len(self.params) if self.ids <= used else self.flags.tolist()
         gradients, results = [], []
         for param, view, flag in zip(self.params, self.views, flags, strict=True):
-            before = earlier.get(id(param))
             if flag == 0:  # used by no rank
-                param.grad = param.grad if before is None else before
                 continue
-            if before is not None:
-                view.add_(before)
             if param.grad is None:
                 param.grad = torch.empty_like(view)
             gradients.append(param.grad)
@@ -183,9 +178,7 @@ class GradientReducer:
         self._used: set[int] = set()
         """Parameters that earlier backwards reached since the last reduction."""
         self._results: set[int] = set()
-        """Parameters whose gradient is a result that this rank alone has, not its part of one."""
-        self._earlier: dict[int, torch.Tensor] = {}
-        """Results that are set aside, which the next ones are added to."""
+        """Parameters whose gradient begins with a result that this rank alone has."""
         self._overlaps = False
         self._pending: list[dist.Work] = []
         self._on_backward_end: Callable[[], None] | None = None
@@ -217,10 +210,11 @@ class GradientReducer:
         self.trained.update(live)
         self.buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
         for bucket in self.buckets:
+            size = dist.get_world_size(bucket.group)
             for param in (each for each in bucket.params if each.requires_grad):
                 self._handles.append(param.register_post_accumulate_grad_hook(self._listener(bucket, id(param))))  # type: ignore[no-untyped-call]
                 if bucket.owner is not None and bucket.is_owner:
-                    self._handles.append(param.register_hook(lambda _, param=param: self._set_aside(param)))  # type: ignore[no-untyped-call]
+                    self._handles.append(param.register_hook(functools.partial(self._divide, param, size)))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Remove the hooks from the parameters: they would keep the process group alive as long as these live."""
@@ -258,13 +252,12 @@ class GradientReducer:
         for number, (bucket, work) in enumerate(zip(self.buckets, self._pending, strict=True)):
             with waiting(f"the reduction of gradients (bucket {number})", bucket.group):
                 work.wait()
-            bucket.unpack(self._used, self._earlier)
+            bucket.unpack(self._used)
             if bucket.owner is not None and bucket.is_owner:
                 self._results |= {id(param) for param in bucket.params if param.grad is not None}
         self._pending = []
         self._is_reduced = True
         self._used.clear()
-        self._earlier.clear()
 
     def abandon(self) -> None:
         """Drop what an exception interrupted, so that the next step starts clean."""
@@ -273,8 +266,6 @@ class GradientReducer:
         self._pending = []
         self._expect_gradients()
         self._used.clear()
-        self._results.clear()
-        self._earlier.clear()
 
     # --- within backward ---------------------------------------------------------------------------------------------
 
@@ -298,18 +289,11 @@ class GradientReducer:
 
         return on_gradient
 
-    def _set_aside(self, param: nn.Parameter) -> None:
-        """Move a result out of `param.grad`, which this rank's next contribution needs.
-
-        See [Note: results on one rank].
-        """
-        if id(param) in self._results:
+    def _divide(self, param: nn.Parameter, size: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return a gradient as it is to be added to a result; None if it is added to none: see the note above."""
+        if param.grad is None:  # cleared: spare the division
             self._results.discard(id(param))
-            if param.grad is not None:  # `zero_grad` may have cleared it in the meantime
-                self._earlier[id(param)] = param.grad
-                param.grad = None
-        elif param.grad is None:  # it has cleared what backwards have added since, and means all of it
-            self._earlier.pop(id(param), None)
+        return gradient / size if id(param) in self._results else None
 
     def _announce_end(self) -> None:
         with self._lock:
@@ -334,11 +318,8 @@ class GradientReducer:
         bucket = self.buckets[len(self._pending)]
         self._used |= bucket.ids - bucket.missing
         with torch.no_grad():
-            for param in bucket.params if self._results or self._earlier else ():
-                if id(param) in bucket.missing or id(param) in self._results:
-                    self._set_aside(param)
             try:
-                bucket.pack(self._used)
+                bucket.pack(self._used, self._results)
             except RuntimeError:
                 self._refuse_sparse(bucket)
                 raise

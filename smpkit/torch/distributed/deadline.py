@@ -34,7 +34,7 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.failure_store import Ending, FailureStore, RankStatus
 from smpkit.torch.distributed.rendezvous import first_line, name_ranks
-from smpkit.torch.distributed.tracebacks import place_in_script, shorten
+from smpkit.torch.distributed.tracebacks import collective_of_torch, place_in_script, shorten
 
 _GRACE_SECONDS: Final = 2.0
 """How long to wait for the statuses of ranks whose connections were just closed."""
@@ -228,7 +228,9 @@ class Failures:
                     return error_of(first)
         return None
 
-    def judge(self, what: str, peers: Sequence[int], error: str, seconds: float) -> SmpkitError:
+    def judge(
+        self, what: str, peers: Sequence[int], error: str, seconds: float, place: str | None = None
+    ) -> SmpkitError:
         """Publish a failed wait, collect the statuses of others, and return the reason; takes at most some seconds.
 
         Args:
@@ -236,13 +238,15 @@ class Failures:
             peers: the global ranks that take part.
             error: the library's message.
             seconds: how long it was waited for, as far as is known.
+            place: where in the script; None is where it is now.
         """
         store, self.has_failed = self.store, True
         peers = [rank for rank in peers if rank != store.rank]
         is_late = seconds >= 0.95 * store.timeout.total_seconds() or bool(_TIMED_OUT.search(error))
         kind: Ending = "timed out" if is_late else "waited"
         now = time.time()
-        own = RankStatus(store.rank, kind, what, peers, place_in_script(), began=now - seconds, ended=now)
+        place = place_in_script() if place is None else place
+        own = RankStatus(store.rank, kind, what, peers, place, began=now - seconds, ended=now)
         try:
             store.shorten_timeout()
             store.publish(own)
@@ -307,6 +311,10 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
     if failures is not None and isinstance(error, RuntimeError) and not isinstance(error, SmpkitError):
         # The watcher looks seldom: what it has not heard of yet may be recorded.
         reason = failures.verdict_on(error) or failures.recorded_reason(error)
+        # Torch waits by itself, too: `fully_shard` does in a backward.
+        if reason is None and _is_connection_error(error) and (collective := collective_of_torch(traceback)):
+            seconds = failures.store.timeout.total_seconds() if _TIMED_OUT.search(str(error)) else 0.0
+            reason = failures.judge(*collective, str(error), seconds, place_in_script(traceback))
         if reason is not None:
             error, kind = reason, type(reason)
     error.__traceback__ = traceback

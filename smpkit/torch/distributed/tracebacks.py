@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 
@@ -63,19 +64,29 @@ def script_frames(traceback: TracebackType | None) -> TracebackType | None:
     return _chained([frame for frame in _frames(traceback) if not _is_in(frame, _INSIDE)]) or traceback
 
 
-def place_in_script() -> str:
-    """Return where the script is now: ``train.py, line 7 (`loss = train_step(x)`)``; empty if that is not known."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    places: list[tuple[str, int]] = []
+def place_in_script(traceback: TracebackType | None = None) -> str:
+    """Return where the script is, or an error was: ``train.py, line 7 (`loss = train_step(x)`)``; empty if unknown."""
+    frame = None if traceback else sys._current_frames().get(threading.main_thread().ident or 0)
+    places = [(each.tb_frame.f_code.co_filename, each.tb_lineno) for each in reversed(_frames(traceback))]
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_INSIDE):
-            places.append((frame.f_code.co_filename, frame.f_lineno))
+        places.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
+    places = [place for place in places if not place[0].startswith(_INSIDE)]
     # A line of a library that calls us, such as a trainer, says less than that of the script around it.
     for path, line in [place for place in places if not place[0].startswith(_LIBRARIES)] + places:
         text = linecache.getline(path, line).strip()
         return f"{Path(path).name}, line {line}" + (f" (`{text}`)" if text else "")
     return ""
+
+
+def collective_of_torch(traceback: TracebackType | None) -> tuple[str, list[int]] | None:
+    """Return the function of `torch.distributed` that raised, and the ranks that it calls; None for other errors."""
+    for frame in _frames(traceback)[-1:]:
+        if _is_in(frame, (f"{Path(dist.__file__).parent}{os.sep}",)):
+            group = frame.tb_frame.f_locals.get("group")
+            ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
+            return f"torch's {frame.tb_frame.f_code.co_name}", ranks
+    return None
 
 
 def _frames(traceback: TracebackType | None) -> list[TracebackType]:

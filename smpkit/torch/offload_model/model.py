@@ -359,13 +359,20 @@ def _surround(
 
 
 def _watched(engine: Engine, index: int, layer: nn.Module, run: OriginalCall, args: Any, kwargs: Any) -> Any:
-    """Run a layer; its backward begins with the gradient of any tensor that it returns, or sets as an attribute.
+    """Run a layer; its backward begins with the gradient of any tensor that it returns, sets or shows to hooks.
 
-    A variational autoencoder does so with a part of its loss, which is computed last and comes first in backward.
+    A variational autoencoder sets a part of its loss as an attribute, which is computed last and comes first in
+    backward. A perceptual loss may be of features alone that hooks have taken from the middle of a layer.
     """
     before = sources([*tensors_in((args, kwargs)), *_attributes(layer)])
-    result = run(*args, **kwargs)
-    engine.watch(index, [*_outputs(layer, result), *_attributes(layer)], before)
+    shown: list[Tensor] = []
+    with contextlib.ExitStack() as handles:
+        for module in all_modules([layer]):
+            if module._forward_hooks or module._forward_pre_hooks:
+                hook = module.register_forward_hook(lambda _, *values: shown.extend(tensors_in(values)), prepend=True)
+                handles.callback(hook.remove)
+        result = run(*args, **kwargs)
+    engine.watch(index, [*_outputs(layer, result), *_attributes(layer), *shown], before)
     return result
 
 

@@ -166,7 +166,7 @@ def _initialize_own(
         if parameter.is_floating_point():
             parameter.data.fill_(torch.nan)  # what an initialiser leaves out stays NaN, which is checked below
     for initializer in _initializers(root, module, own_only=pieces):
-        with devices.fork_rng(device), _keeping_buffers(module):
+        with devices.fork_rng(device), _keeping_others(module, own):
             # crc32, not hash(), which differs between processes for the same string.
             torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
             initializer()
@@ -174,9 +174,12 @@ def _initialize_own(
             for parameter, dtype in zip(own, dtypes, strict=True):
                 parameter.data = parameter.data.to(dtype)
             return
+    kind, ids = type(module).__name__, {id(parameter) for parameter in own}
+    names = " and ".join(f"`{key}`" for key, each in module._parameters.items() if id(each) in ids)
     raise UsageError(
-        f"nothing says how to initialise the parameters of `{name}` ({type(module).__name__})",
-        hint="give the class a `reset_parameters()`, or make it outside smp.delay_param_initialization()",
+        f"nothing says how to initialise {names} of `{name}` ({kind})",
+        hint=f"define a function that sets these of a module, and say `{kind}.reset_parameters = function` before"
+        " smp.DistributedModel, or make the model outside smp.delay_param_initialization()",
     )
 
 
@@ -193,12 +196,19 @@ def _initializers(root: nn.Module, module: nn.Module, *, own_only: bool) -> Iter
 
 
 @contextlib.contextmanager
-def _keeping_buffers(module: nn.Module) -> Iterator[None]:
-    """Keep a module's own buffers: they may hold what was loaded, as BatchNorm's, which `reset_parameters` clears."""
+def _keeping_others(module: nn.Module, own: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Keep a module's buffers, and its parameters apart from `own`, all of which `reset_parameters` sets.
+
+    They may have been loaded, as the statistics of BatchNorm or one of two weights, or be another module's, too.
+    """
+    ids = {id(parameter) for parameter in own}
     kept = [(name, each, each.clone()) for name, each in module._buffers.items() if each is not None]
+    others = [(each, each.data.clone()) for each in module.parameters(recurse=False) if id(each) not in ids]
     yield
     for name, buffer, value in kept:
         module._buffers[name] = buffer.copy_(value)
+    for parameter, value in others:
+        parameter.data.copy_(value)
 
 
 class _SkipInitialization(TorchFunctionMode):

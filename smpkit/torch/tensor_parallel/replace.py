@@ -75,7 +75,7 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
     seed, fresh = compare_models(root, [*search.skipped, *fresh, *search.planned], fresh)
     for replaced in search.replaced:
         replaced.is_fresh = fresh[replaced.name]
-        _fill(replaced, seed)
+        _fill(root, replaced, seed)
         _hand_over(replaced)
     for name, module in search.planned.items():
         weight = hook_on_weight(module)
@@ -321,16 +321,19 @@ def _construct(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn
 # --- replace ----------------------------------------------------------------------------------------------------------
 
 
-def _fill(replaced: _Replaced, seed: int) -> None:
+def _fill(root: nn.Module, replaced: _Replaced, seed: int) -> None:
     """Give a distributed module this rank's pieces of the weights of the one that it replaces, or weights of its own.
 
     Weights of its own depend on the seed and its name, and on nothing else. A module without memory yet
     (`smp.delay_param_initialization`) gets these when the model is placed.
     """
     module, replacement = replaced.module, replaced.replacement
-    if any(map(is_delayed, module.parameters())):
+    parameters = [*module.parameters()]
+    if parameters and all(map(is_delayed, parameters)):
         return
-    device = next((parameter.device for parameter in module.parameters()), state.device)
+    device = next((parameter.device for parameter in parameters), state.device)
+    if any(map(is_delayed, parameters)):  # the others were loaded
+        initialize(root, parameters, device, seed)
     if not replaced.is_fresh:
         _translate_weights(replaced, device)
     initialize(replacement, list(replacement.parameters()), device, seed, replaced.name)

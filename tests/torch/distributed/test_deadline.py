@@ -303,6 +303,19 @@ def test_a_wait_of_torch_that_breaks_as_a_rank_fails_ends_with_that_ranks_error(
     assert told[1].strip().endswith("ValueError: the learning rate is negative")
 
 
+def test_a_collective_that_torch_calls_by_itself_names_who_waited_for_whom(tmp_path: Path) -> None:
+    """As `fully_shard` does in a backward that the other replicas leave out: gloo said no more than `Timed out`."""
+    first = "from tests.deadlines import let_judge, wait_shortly; let_judge(0, [1])"
+    waits = script(
+        0, "wait_shortly()", then="smp.barrier() if smp.rank() else dist.all_reduce(torch.ones(1))", first=first
+    )
+    waited = (
+        "rank 0 waited 1.0 s in torch's all_reduce for rank 1; meanwhile rank 1 waited in barrier of WORLD for rank 0"
+    )
+    for story in stories(start(waits, 2, tmp_path, agent=True)):
+        assert f"DeadlineError: {waited}" in story
+
+
 @pytest.mark.parametrize(("leaving", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
 def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: int, agent: bool, tmp_path: Path) -> None:
     ranks = start(script(leaving, "sys.exit(3)"), 2, tmp_path, agent)

@@ -200,6 +200,12 @@ def traced() -> nn.Module:
     return nn.Sequential(*map(torch.fx.symbolic_trace, parts))
 
 
+def perceptual() -> nn.Module:
+    """Return a frozen network of which a loss takes features from the middle of a layer, as that of VGG."""
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(6))
+    return nn.Sequential(*layers).requires_grad_(False)
+
+
 class Skips(nn.Module):
     """Leaves out a block, or calls one twice; its blocks are of several kinds."""
 
@@ -246,6 +252,15 @@ def pass_rows(count: int) -> Any:
         return [output]
 
     return script
+
+
+def features(network: Any) -> list[Any]:
+    image, taken = x().requires_grad_(), list[Tensor]()
+    first = next(each for each in network.modules() if isinstance(each, nn.Linear))
+    first.register_forward_hook(lambda _module, _args, output: taken.append(output))
+    network(image)
+    taken[0].square().sum().backward()
+    return [image.grad]
 
 
 def several_inputs(network: Any) -> list[Any]:
@@ -540,6 +555,7 @@ ROWS = {
     "tied weights": Row(tied, trained(), {"num_slices": 4}),
     "a Sequential with a forward of its own": Row(Residual, trained()),
     "a Sequential with a hook": Row(hooked, trained()),
+    "features that a hook takes": Row(perceptual, features),
     "tied weights, clipped": Row(tied, trained(max_grad_norm=0.05), {"num_slices": 4}),
     "tied weights, updated in backward": Row(tied, trained(overlap="backward"), {"num_slices": 4}),
     "weights that change before the step": Row(layers, change_weights_before_the_step),

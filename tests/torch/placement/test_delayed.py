@@ -132,6 +132,29 @@ def test_initialising_a_layer_keeps_the_statistics_that_were_loaded() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_initialising_what_was_not_loaded_keeps_what_was() -> None:
+    """As a checkpoint without the bias, loaded with `strict=False`, or a head whose weight is that of an embedding."""
+    with smp.delay_param_initialization():
+        model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4))
+        model[1].weight = model[0].weight
+    model.load_state_dict({"0.weight": torch.full((4, 3), 2.0)}, strict=False)
+    initialize(model, list(model.parameters()), torch.device("cpu"), seed=0)
+    assert model.get_parameter("1.weight").unique().tolist() == [2.0]
+    assert model.get_parameter("1.bias").abs().max() < 1
+
+
+@on_ranks(2)
+def test_a_module_that_was_loaded_in_part_keeps_that_when_it_is_replaced() -> None:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    with smp.delay_param_initialization(), smp.tensor_parallelism():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module.load_state_dict({"0.weight": torch.full((4, 4), 2.0)}, strict=False)
+    loaded = smp.DistributedModel(module).state_dict()
+    assert loaded["0.weight"].unique().tolist() == [2.0]
+    assert 0 < loaded["0.bias"].abs().max() <= 0.5
+
+
+@pytest.mark.usefixtures("world")
 def test_what_was_computed_from_weights_without_values_is_refused() -> None:
     """Fine-tuning scripts add tokens, which makes a head of its own from the old one: it was what lay in memory."""
     transformers = pytest.importorskip("transformers")
@@ -163,5 +186,28 @@ def test_a_module_that_initialises_nothing_or_not_all_is_named(kind: type[nn.Mod
     smp.init()
     with smp.delay_param_initialization():
         module = nn.Sequential(nn.Linear(3, 3), kind())
-    with pytest.raises(UsageError, match=rf"parameters of `1` \({kind.__name__}\)"):
+    with pytest.raises(UsageError, match=rf"initialise `.*` of `1` \({kind.__name__}\)"):
         smp.DistributedModel(module)
+
+
+def reset_in_proj(attention: nn.MultiheadAttention) -> None:
+    nn.init.xavier_uniform_(attention.in_proj_weight)
+    nn.init.zeros_(attention.in_proj_bias)
+
+
+@pytest.mark.usefixtures("world")
+def test_torchs_attention_is_initialised_as_the_refusal_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no `reset_parameters`, and its `_reset_parameters` sets those of another module, too."""
+    smp.init()
+    with smp.delay_param_initialization():
+        module = nn.TransformerEncoderLayer(8, 2, 16)
+    parameters = list(module.parameters())
+    with pytest.raises(UsageError, match="`in_proj_weight` and `in_proj_bias` of `self_attn`") as caught:
+        initialize(module, parameters, torch.device("cpu"), seed=0)
+    assert caught.value.hint is not None
+    assert "`MultiheadAttention.reset_parameters = function`" in caught.value.hint
+    monkeypatch.setattr(nn.MultiheadAttention, "reset_parameters", reset_in_proj, raising=False)
+    with smp.delay_param_initialization():
+        module = nn.TransformerEncoderLayer(8, 2, 16)
+    initialize(module, list(module.parameters()), torch.device("cpu"), seed=0)
+    assert all(bool(each.isfinite().all()) for each in module.parameters())
