@@ -1,15 +1,12 @@
-"""What fits: slices for the device's memory, layers for the host's, and what this process has really held."""
+"""What fits the device: as few slices as the plan allows."""
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from model import BYTES
 
-from smpkit.plan.offload.model import OffloadedModel, Update, device_peak_bytes, host_peak_bytes
+from smpkit.plan.offload.model import OffloadedModel, device_peak_bytes
 
 MIB = 2**20
 
@@ -27,27 +24,3 @@ def choose_slices(planned: OffloadedModel, budget_bytes: float) -> OffloadedMode
         if planned_device_bytes(plan) <= budget_bytes:
             return plan
     raise SystemExit(f"even one layer at a time needs {planned_device_bytes(plan) / MIB:.1f} MiB; give a larger budget")
-
-
-def planned_host_bytes(plan: OffloadedModel) -> float:
-    """Return what the plan says of the host: weights, gradients, optimizer states and the inputs of slices."""
-    return host_peak_bytes(plan, Update.JUST_IN_TIME)
-
-
-def choose_layers(planned: Callable[[int], OffloadedModel], budget_bytes: float) -> int:
-    """Return the most layers with which the host's peak stays within the budget."""
-    layers = 1
-    while planned_host_bytes(planned(layers + 1)) <= budget_bytes:
-        layers += 1
-    if planned_host_bytes(planned(layers)) > budget_bytes:
-        raise SystemExit("not even one layer fits; give a larger --host-gib, or a smaller --width")
-    return layers
-
-
-def resident_bytes() -> int:
-    """Return the most memory that this process has held."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux; its `ru_maxrss` begins with what the process held that started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

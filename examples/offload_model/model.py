@@ -35,9 +35,3 @@ class Block(nn.Module):
 
 def make_model(width: int, layers: int, length: int) -> nn.Sequential:
     return nn.Sequential(Embedding(width, length), *[Block(width) for _ in range(layers)], nn.Linear(width, BYTES))
-
-
-def num_parameters(width: int, layers: int, length: int) -> int:
-    """Count without making the model, which may be larger than the machine."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in make_model(width, layers, length).parameters())
