@@ -43,8 +43,9 @@ def problems_in(source: str, *, may_name: bool = False) -> Iterator[tuple[int, s
             yield line, f"`torch.{name}` is one device: ask `smpkit.torch.core.devices`"
         if isinstance(node, ast.Attribute) and node.attr in {f"is_{device}" for device in NAMES}:
             yield line, f"`{node.attr}` is of one device: ask `smpkit.torch.core.devices`"
-        if isinstance(node, ast.Constant) and str(node.value).partition(":")[0] in NAMES and node not in statements:
-            yield line, f'"{node.value}" is one device: ask `smpkit.torch.core.devices`, or compare with "cpu"'
+        text = node.value if isinstance(node, ast.Constant) and node not in statements else None
+        if isinstance(text, str) and text.partition(":")[0] in NAMES:
+            yield line, f'"{text}" is one device: ask `smpkit.torch.core.devices`, or compare with "cpu"'
 
 
 def _of_torch(node: ast.AST) -> str:

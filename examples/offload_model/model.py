@@ -1,7 +1,5 @@
 """A language model over bytes, in plain PyTorch: an embedding, blocks, scores."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -4,19 +4,19 @@ It takes as many slices as the plan needs to stay within `--device-budget-mib`. 
 weights rest, and there is nothing to measure on a device.
 """
 
-from __future__ import annotations
-
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from budget import MIB, choose_slices, planned_device_bytes
-from model import make_model
+from model import BYTES, make_model
 from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.plan.offload.model import OffloadedModel
+from smpkit.plan.offload.model import OffloadedModel, device_peak_bytes
+
+MIB = 2**20
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,6 +30,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     return parser.parse_args()
+
+
+def planned_device_bytes(plan: OffloadedModel) -> float:
+    """Return what the plan says of the blocks, and the loss outside the model: scores, their softmax and gradient."""
+    return device_peak_bytes(plan) + 3 * plan.num_tokens * BYTES * plan.number_bytes
+
+
+def choose_slices(planned: OffloadedModel, budget_bytes: float) -> OffloadedModel:
+    """Return the plan with the fewest slices that stays within the budget; no layer is cut."""
+    for num_slices in range(1, planned.layers + 1):
+        largest = -(-planned.layers // num_slices)
+        plan = replace(planned, num_slices=num_slices, imbalance=largest * num_slices / planned.layers)
+        if planned_device_bytes(plan) <= budget_bytes:
+            return plan
+    raise SystemExit(f"even one layer at a time needs {planned_device_bytes(plan) / MIB:.1f} MiB; give a larger budget")
 
 
 def main() -> None:
