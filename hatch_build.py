@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import tempfile
 from pathlib import Path
@@ -15,12 +16,18 @@ class Readme(MetadataHookInterface):
     """`[tool.hatch.metadata.hooks.custom]`: addresses come from `[project.urls]`, and none is invented."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set the README, with absolute links, or with none."""
-        root = Path(self.root)
-        absolute = runpy.run_path(str(root / "scripts/links.py"))["absolute"]
+        """Set the README."""
         repository = metadata.get("urls", {}).get("Repository", "").rstrip("/")
-        text = absolute((root / "README.md").read_text(encoding="utf-8"), repository)
+        text = absolute((Path(self.root) / "README.md").read_text(encoding="utf-8"), repository)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def absolute(text: str, repository: str) -> str:
+    """Return a page with absolute links; without a repository these leave their words, and pictures vanish."""
+    picture = rf"![\1]({repository}/raw/main/\2)" if repository else ""
+    link = rf"[\1]({repository}/blob/main/\2)" if repository else r"\1"
+    text = re.sub(r"!\[([^]]*)\]\((?!\w+:)([^)]*)\)", picture, text)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!\w+:|#)([^)]*)\)", link, text)
 
 
 class Commit(BuildHookInterface[Any]):

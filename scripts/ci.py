@@ -1,7 +1,7 @@
 """What CI runs: within an hour all tests that this machine can run, each kind in a part of its own.
 
 A part that fails fails the run, and the others follow. Slow tests get the time that is left. At the end, a line for
-each part says whether it passed, why it was skipped, and which tests were not reached.
+each part says whether it passed, and why tests were skipped.
 
 It needs nothing but Python: what the parts run makes their environments.
 """
@@ -9,7 +9,6 @@ It needs nothing but Python: what the parts run makes their environments.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -18,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Final
+from xml.etree import ElementTree as ET
 
 ROOT: Final = Path(__file__).parents[1]
 SECONDS: Final = 60 * float(os.environ.get("SMPKIT_CI_MINUTES", "60"))
@@ -30,13 +30,15 @@ TO_END: Final = 60
 NO_TESTS: Final = 5
 """How pytest exits if all are deselected."""
 
-# What has a part of its own.
-SLURM: Final = (
+# What needs Docker, Slurm or a browser has a part of its own.
+APART: Final = (
+    "tests/docker",
     "tests/slurm/test_slurm.py",
     "tests/slurm/test_example.py::test_a_cluster_runs_it_and_it_goes_on_after_a_stop",
+    "tests/observe/report/test_browser.py",
+    "tests/docs/test_site_in_browser.py",
 )
-CONTAINERS: Final = ("tests/docker",)
-BROWSER: Final = ("tests/observe/report/test_browser.py", "tests/docs/test_site_in_browser.py")
+BUT_THESE: Final = tuple(f"--deselect={path}" for path in APART)
 
 
 @dataclass
@@ -45,57 +47,46 @@ class Part:
 
     name: str
     command: Sequence[str]
-    options: Sequence[str] | None = ()
-    """Options of pytest; None if the command does not run it."""
+    options: Sequence[str] = ()
+    """Options of pytest."""
     must_end: bool = False
     """Whether the run fails if there is no time for all of it."""
-    left: Sequence[str] = ()
-    """What was not reached: tests, or files until it begins."""
     outcome: str = "not reached"
     ended: Counter[str] = field(default_factory=Counter)
     """How many tests passed, failed, ..."""
-    reasons: Mapping[str, int] = field(default_factory=dict)
-    """Why tests were skipped, and how many each time."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why tests were skipped."""
 
     def run(self, until: float) -> None:
         """Run it, until it ends or `time.monotonic()` is at that."""
         with tempfile.TemporaryDirectory(prefix="smpkit-ci-") as folder:
-            file = Path(folder) / "record.json"
-            command, environ = self.command, {**os.environ, "CI": "1"}
-            if self.options is not None:
-                options = ["-p", "scripts.ci_record", "--record", str(file), *self.options]
-                if command == DEFAULT_SUITE:
-                    environ["SMPKIT_TEST_OPTIONS"] = " ".join(options)
-                else:
-                    command = [*command, *options]
-            status = _status(command, environ, until)
-            record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        self.ended, self.reasons = Counter(record.get("ended")), record.get("reasons", {})
-        self.left = record.get("left", self.left)
-        self.outcome = self._outcome(status)
-
-    def _outcome(self, status: int | None) -> str:
+            record = Path(folder) / "junit.xml"
+            status = _status(self.command, [f"--junitxml={record}", *self.options], until)
+            if record.exists():
+                self._count(ET.parse(record).getroot()[0])  # noqa: S314 - our own
         if self.ended["failed"] or self.ended["error"] or status not in (0, NO_TESTS, None):
-            return "failed"
-        if status is None:
-            return "failed" if self.must_end else "cut short"
-        return "skipped" if self.ended["skipped"] and not self.ended["passed"] else "passed"
+            self.outcome = "failed"
+        elif status is None:
+            self.outcome = "failed" if self.must_end else "cut short"
+        else:
+            self.outcome = "skipped" if self.ended["skipped"] and not self.ended["passed"] else "passed"
 
-    def lines(self) -> list[str]:
-        """Return what there is to say at the end."""
-        said = [_sum(self.ended)] * bool(self.ended) + [f"{len(self.left)} not reached"] * bool(self.left)
-        return [
-            f"{self.outcome:12} {self.name}{': ' * bool(said)}{', '.join(said)}",
-            *(f"    skipped {number}: {reason}" for reason, number in self.reasons.items()),
-            *(f"    not reached: {each}" for each in self.left),
-        ]
+    def _count(self, suite: ET.Element) -> None:
+        number = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+        self.ended.update(failed=number["failures"], error=number["errors"], skipped=number["skipped"])
+        self.ended["passed"] = number["tests"] - self.ended.total()
+        self.reasons.update(skipped.get("message", "") for skipped in suite.iter("skipped"))
+
+    def print(self) -> None:
+        """Print what there is to say at the end."""
+        print(f"{self.outcome:12} {self.name}{': ' * bool(self.ended)}{_sum(self.ended)}")
+        for reason, number in self.reasons.items():
+            print(f"    skipped {number}: {reason}")
 
 
-DEFAULT_SUITE: Final = ("scripts/test",)
-
-
-def _status(command: Sequence[str], environ: Mapping[str, str], until: float) -> int | None:
+def _status(command: Sequence[str], options: Sequence[str], until: float) -> int | None:
     """Return the exit status of a command; None if it was interrupted because the time is over."""
+    environ = {**os.environ, "CI": "1", "PYTEST_ADDOPTS": " ".join(options)}
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True)
     try:
         return process.wait(max(0, until - time.monotonic()))
@@ -114,22 +105,13 @@ def _sum(ended: Counter[str]) -> str:
     return ", ".join(f"{number} {what}" for what, number in sorted(ended.items()) if number)
 
 
-def slow_files(changed: Sequence[str], files: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part files with slow tests into those of the folders that belong to what was changed, and the others.
+def tests_of(changed: str, folders: set[str]) -> str:
+    """Return which of the folders has the tests of a changed file; empty if none has.
 
-    To smpkit/torch/offload/engine.py belongs tests/torch/offload, or where that has no slow tests, tests/torch.
+    Those of smpkit/torch/offload/engine.py are in tests/torch/offload, or else in tests/torch.
     """
-    folders = {str(PurePosixPath(file).parent) for file in files}
-    touched = set[str]()
-    for path in changed:
-        whole = PurePosixPath(path.replace("smpkit_", ""))
-        inside = PurePosixPath("tests", *whole.parts[1:])
-        near = [str(folder) for folder in (*inside.parents, *("tests" / whole).parents) if str(folder) in folders]
-        touched.update(near[:1])
-    near, far = list[str](), list[str]()
-    for file in files:
-        (near if str(PurePosixPath(file).parent) in touched else far).append(file)
-    return near, far
+    path = PurePosixPath("tests", *PurePosixPath(changed.replace("smpkit_", "")).parts[1:])
+    return next((str(folder) for folder in path.parents if str(folder) in folders), "")
 
 
 def _git(*words: str) -> list[str]:
@@ -139,30 +121,25 @@ def _git(*words: str) -> list[str]:
 def parts() -> list[Part]:
     [commit] = _git("rev-parse", "HEAD")
     files = _git("grep", "-l", "mark.slow", ":(glob)tests/**/test_*.py")
-    random.Random(commit).shuffle(files)  # noqa: S311 - time runs out for other files each time
-    touched, others = slow_files(_git("log", "-10", "--name-only", "--format="), files)
-    whole = ("scripts/test", "-m", "")
+    folders = {str(PurePosixPath(file).parent) for file in files}
+    changed = {tests_of(path, folders) for path in _git("log", "-10", "--name-only", "--format=")}
+    touched = [file for file in files if str(PurePosixPath(file).parent) in changed]
+    others = [file for file in files if file not in touched]
+    drawn = random.Random(commit).sample(others, -(-len(others) // 10))  # noqa: S311 - others for each commit
     slow = ("scripts/test", "-m", "slow", "-n", "2", "--dist", "worksteal")
-    but_own = [f"--deselect={path}" for path in (*SLURM, *CONTAINERS, *BROWSER)]
     results = f"{tempfile.gettempdir()}/smpkit-dry-run-{commit}-{os.getpid()}"
     everything = [
-        Part("documentation", ["scripts/site"], None),  # first, since it also installs what the tests need
-        Part("lint and default suite", DEFAULT_SUITE, but_own, must_end=True),
-        Part("dry run of scripts/gpu", ["scripts/gpu", "--dry-run", "--out", results], None),
+        Part("documentation", ["scripts/site"]),  # first, since it also installs what the tests need
+        Part("lint and default suite", ["scripts/test"], BUT_THESE, must_end=True),
+        Part("dry run of scripts/gpu", ["scripts/gpu", "--dry-run", "--out", results]),
         Part("SageMaker SDK v2", ["scripts/test-sdk", "sdk2"]),
         Part("SageMaker SDK v3", ["scripts/test-sdk", "sdk3"]),
-        Part("containers", [*whole, *CONTAINERS]),
-        Part("Slurm", [*whole, *SLURM]),
-        Part("browser", [*whole, *BROWSER]),
+        Part("containers, Slurm, browser", ["scripts/test", "-m", "", *APART]),
         Part("struck jobs", [*slow, "tests/chaos", "-k", "kill or flipped"]),
+        Part("slow tests of the folders that the last ten commits touched", [*slow, *touched], BUT_THESE),
+        Part("slow tests of a tenth of the other files", [*slow, *drawn], BUT_THESE),
     ]
-    if touched:
-        name = "slow tests of the folders that the last ten commits touched"
-        everything.append(Part(name, [*slow, *touched], but_own, left=touched))
-    if others:
-        name = "a tenth of the other slow tests"
-        everything.append(Part(name, [*slow, *others], [*but_own, "--tenth", commit], left=others))
-    return everything
+    return [part for part in everything if part.command != [*slow]]  # without a file these would be all
 
 
 def main() -> int:
@@ -174,7 +151,7 @@ def main() -> int:
             part.run(began + SECONDS - TO_END)
     print("\n===== what became of each part =====")
     for part in everything:
-        print(*part.lines(), sep="\n")
+        part.print()
     ended = sum((part.ended for part in everything), Counter[str]())
     failed = any(part.outcome == "failed" or (part.must_end and part.outcome == "not reached") for part in everything)
     print(

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).parents[1]
+from tests.docs.blocks import PAGES, ROOT
+
 _MAX_WORDS: Final = 40
 _WORDS: Final = {
     r"\bhang(s|ing)? on\b": "say `depends on`",
@@ -34,19 +35,13 @@ _BREAK: Final = re.compile(r"^ *(?:[-*] |\d+\. |\||#|>|$|!!! |\[[^]]+\]: )")
 """What begins a paragraph: items of lists, rows of tables, headings, empty lines, addresses of links."""
 
 
-def pages() -> list[Path]:
-    """Return the pages that people read."""
-    folders = ("*.md", "docs/**/*.md", "examples/*/README.md", "benchmarks/**/README.md")
-    return [page for pattern in folders for page in sorted(ROOT.glob(pattern))]
-
-
 def problems(page: Path) -> Iterator[str]:
     """Yield what is wrong with a page, each with its line."""
     text = page.read_text(encoding="utf-8")
     text = _CODE.sub(lambda match: "\n" * match[0].count("\n"), text)
     for number, paragraph in _paragraphs(text):
         plain = re.sub(r"`[^`]*`", "X", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph))
-        place = f"{page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}:{number}"
+        place = f"{page.relative_to(ROOT)}:{number}"
         for pattern, advice in _WORDS.items():
             if found := re.search(pattern, plain, re.IGNORECASE):
                 yield f"{place}: `{found[0]}`: {advice}"
@@ -67,12 +62,5 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
             lines.append(line)
 
 
-def main() -> int:
-    """Print what is wrong; return 1 if anything is."""
-    found = [problem for page in pages() for problem in problems(page)]
-    sys.stderr.write("".join(f"{problem}\n" for problem in found))
-    return bool(found)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit("\n".join(problem for page in PAGES for problem in problems(page)) or None)

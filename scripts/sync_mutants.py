@@ -10,17 +10,16 @@ written by hand and stays.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import yaml
@@ -30,15 +29,17 @@ from smpkit.testing.ranks import RankFailed
 from tests.device.edges import Edge, edges, leave_out, watch
 from tests.device.on_sim import ORDERS, run_on_sim
 from tests.device.scenarios import SCENARIOS, run_scenario
+from tests.simulated import Order
 
-ROOT: Final = Path(__file__).resolve().parents[1]
-RESULT: Final = "tests/sim_mutants.yaml"
+RESULT: Final = Path(__file__).resolve().parents[1] / "tests/sim_mutants.yaml"
 _HEADER: Final = """\
 # Each synchronisation of the runtime, and what the simulated device said when it was left out (scripts/sync_mutants).
-# `found` names what showed it: a race (two uses of memory), a wrong value, an error or a hang, in
-# which scenario and order. Where it is null, `why` says why nothing can show it, or what would. `tried` alone: no
-# scenario that was tried showed it, or none comes to it.
+# `found` names what showed it: in which scenario and order a race (two uses of memory), a wrong value, an error or a
+# hang. Where it is null, `why` says why nothing can show it, or what would. `tried` alone: no scenario that was tried
+# showed it, or none comes to it.
 """
+_MOST_SCENARIOS: Final = 8
+"""In how many scenarios an edge is left out, of those that are quick or have several ranks, and of the others."""
 _ENDLESS: Final = 20
 """Ranks hang that take so many times as long as with everything in place: a missing edge does not explain it."""
 _LEAST_SECONDS: Final = 120.0
@@ -47,58 +48,37 @@ _LONGEST: Final = 1800.0
 """Seconds that a scenario may take with everything in place."""
 
 
-@dataclass(frozen=True)
-class Reach:
-    """What a scenario came to with everything in place, and how many seconds its ranks computed."""
+class Reach(NamedTuple):
+    """How many seconds the ranks of a scenario computed with everything in place, and to what edges they came."""
 
     seconds: float
     edges: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What showed that an edge is missing: a race, a wrong value, an error, a crash or a hang; under which order."""
-
-    by: str
-    order: str
-    detail: str
-
-
 def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="edges with one of these texts in them")
-    parser.add_argument(
-        "--scenarios", nargs="+", default=[""], metavar="TEXT", help="scenarios with one of these texts"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="how many processes run at a time")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="edges with one of these texts in them")
     parser.add_argument("--new", action="store_true", help="only those that have never been left out")
-    parser.add_argument("--orders", type=int, default=len(ORDERS), help="under how many orders of the device")
-    parser.add_argument("--most", type=int, default=8, help="how many scenarios an edge is tried in, of each round")
-    parser.add_argument("--list", action="store_true", help="print the edges and end")
-    arguments = parser.parse_args()
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes run at a time")
+    asked = parser.parse_args()
     every = edges()
-    chosen = [edge for edge in every if not arguments.only or any(text in edge.id for text in arguments.only)]
-    if arguments.new:
-        tried = {name for name, entry in _known().items() if entry["found"] or "why" in entry or entry.get("tried")}
+    chosen = [edge for edge in every if any(text in edge.id for text in asked.only)]
+    if asked.new:
+        tried = {name for name, entry in _known().items() if entry["found"] or "why" in entry or "tried" in entry}
         chosen = [edge for edge in chosen if edge.id not in tried]
-    if arguments.list:
-        print(*(edge.id for edge in chosen), sep="\n")
-        return 0
-    names = [name for name in SCENARIOS if any(text in name for text in arguments.scenarios)]
-    found: dict[str, dict[str, str] | None] = {}
-    first = [name for name in names if SCENARIOS[name].is_quick or SCENARIOS[name].ranks > 1]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for some in (first, [name for name in names if name not in first]):
-            left = [edge for edge in chosen if found.get(edge.id) is None]
-            if not left or not some:
-                continue
-            reach = _reach(pool, every, some)
-            attempt = partial(_try, reach=reach, most=arguments.most, orders=arguments.orders)
-            for edge, how in zip(left, pool.map(attempt, left), strict=True):
-                found[edge.id] = how
+    found: dict[str, str | None] = {}
+    first = [name for name in SCENARIOS if SCENARIOS[name].is_quick or SCENARIOS[name].ranks > 1]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for names in (first, [name for name in SCENARIOS if name not in first]):
+            left = [edge for edge in chosen if not found.get(edge.id)]
+            if not left:
+                break
+            reach = dict(zip(names, pool.map(partial(_reach, every), names), strict=True))
+            for edge, finding in zip(left, pool.map(partial(_try, reach), left), strict=True):
+                found[edge.id] = finding
                 _write(every, found)
-                print(f"{'found' if how else 'NOT FOUND':9} {edge.id}\n          {how}", flush=True)
+                print(f"{'found' if finding else 'NOT FOUND':9} {edge.id}\n          {finding}", flush=True)
     entries = _write(every, found)
     lacking = [entry["edge"] for entry in entries if not entry["found"] and "why" not in entry]
     print(f"{sum(bool(entry['found']) for entry in entries)} of {len(entries)} edges are found to be missing")
@@ -106,50 +86,31 @@ def main() -> int:
     return 1 if lacking else 0
 
 
-def _write(every: Sequence[Edge], found: dict[str, dict[str, str] | None]) -> list[dict[str, Any]]:
+def _known() -> dict[str, dict[str, Any]]:
+    return {entry["edge"]: entry for entry in yaml.safe_load(RESULT.read_text())}
+
+
+def _write(every: Sequence[Edge], found: dict[str, str | None]) -> list[dict[str, Any]]:
     """Write what was found now, and what was known before of the others, and return it."""
     known = _known()
     entries = []
     for edge in every:
         before = known.get(edge.id, {})
-        how = found.get(edge.id, before.get("found"))
-        entry: dict[str, Any] = {"edge": edge.id, "found": _Line(how) if how else None}
-        if not entry["found"] and (edge.id in found or "tried" in before):
-            entry["tried"] = True
-        if not entry["found"] and (why := before.get("why")):
-            entry["why"] = why
+        entry: dict[str, Any] = {"edge": edge.id, "found": found.get(edge.id, before.get("found"))}
+        if not entry["found"]:
+            entry |= {"tried": True} if edge.id in found or "tried" in before else {}
+            entry |= {"why": before["why"]} if "why" in before else {}
         entries.append(entry)
-    text = yaml.dump(entries, Dumper=_Dumper, width=120, sort_keys=False, allow_unicode=True)
-    (ROOT / RESULT).write_text(_HEADER + text)
+    RESULT.write_text(_HEADER + yaml.safe_dump(entries, width=120, sort_keys=False, allow_unicode=True))
     return entries
-
-
-class _Line(dict[str, str]):
-    """A mapping that is written in one line, as far as it fits."""
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-_Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
-
-
-def _known() -> dict[str, dict[str, Any]]:
-    path = ROOT / RESULT
-    return {entry["edge"]: entry for entry in yaml.safe_load(path.read_text())} if path.exists() else {}
 
 
 # --- which scenarios come to an edge ----------------------------------------------------------------------------------
 
 
-def _reach(pool: ThreadPoolExecutor, every: Sequence[Edge], names: Sequence[str]) -> dict[str, Reach]:
-    def measure(name: str) -> Reach:
-        size = SCENARIOS[name].ranks
-        ranks = run_on_sim(_watched, list(every), name, size=size, timeout=_LONGEST)
-        return Reach(sum(seconds for seconds, _ in ranks), frozenset().union(*(ids for _, ids in ranks)))
-
-    return dict(zip(names, pool.map(measure, names), strict=True))
+def _reach(every: list[Edge], name: str) -> Reach:
+    ranks = run_on_sim(_watched, every, name, size=SCENARIOS[name].ranks, timeout=_LONGEST)
+    return Reach(sum(seconds for seconds, _ in ranks), frozenset().union(*(ids for _, ids in ranks)))
 
 
 def _watched(every: list[Edge], name: str) -> tuple[float, set[str]]:
@@ -162,19 +123,28 @@ def _watched(every: list[Edge], name: str) -> tuple[float, set[str]]:
 # --- without an edge --------------------------------------------------------------------------------------------------
 
 
-def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[str, str] | None:
+def _try(reach: dict[str, Reach], edge: Edge) -> str | None:
     """Return what showed that an edge is missing; None if nothing did."""
     reaching = sorted((name for name in reach if edge.id in reach[name].edges), key=lambda name: reach[name].seconds)
-    for name in _various(reaching)[:most]:
-        limit = max(_LEAST_SECONDS, _ENDLESS * orders * reach[name].seconds)
-        finding = _run(edge, name, orders, limit)
-        if finding is not None:
-            how = {"by": finding.by, "scenario": name, "order": finding.order, "detail": finding.detail[:300]}
-            return {key: value for key, value in how.items() if value}
+    for name in _various(reaching)[:_MOST_SCENARIOS]:
+        limit = max(_LEAST_SECONDS, _ENDLESS * len(ORDERS) * reach[name].seconds)
+        if finding := _run(edge, name, limit):
+            return f"{name}, {finding[:300]}"
     return None
 
 
-def _run(edge: Edge, name: str, orders: int, limit: float) -> Finding | None:
+def _various(names: Sequence[str]) -> list[str]:
+    """Return the names: first those of the default tests, and of these those first that begin in different ways."""
+    turns = Counter[str]()
+    places = {}
+    for name in names:
+        kind = name.split(",")[0] + name.split(",")[-1]
+        turns[kind] += 1
+        places[name] = turns[kind]
+    return sorted(names, key=lambda name: (not SCENARIOS[name].is_quick, places[name]))
+
+
+def _run(edge: Edge, name: str, limit: float) -> str | None:
     """Return what the ranks of a scenario showed in so many seconds.
 
     A rank that has found something ends, and others fail or hang for want of it. So what ranks have found counts first.
@@ -182,58 +152,42 @@ def _run(edge: Edge, name: str, orders: int, limit: float) -> Finding | None:
     failed = None
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_on_sim(_without, folder, edge, name, ORDERS[:orders], size=SCENARIOS[name].ranks, timeout=limit)
+            run_on_sim(_without, folder, edge, name, size=SCENARIOS[name].ranks, timeout=limit)
         except RankFailed as error:
-            failed = str(error)
-        found = [Finding(*json.loads(path.read_text())) for path in Path(folder).glob("*.json")]
+            failed = str(error).strip()
+        found = [path.read_text() for path in Path(folder).iterdir()]
     if found:
-        return min(found, key=lambda each: each.by == "error")
+        return min(found, key=lambda finding: ": error: " in finding)
     if failed is None:
         return None
-    hangs = "still running after" in failed
-    by = "hang" if hangs else "crash" if "died without" in failed else "error"
-    return Finding(by, "", failed.strip().splitlines()[-1])
+    by = "hang" if "still running after" in failed else "crash" if "died without" in failed else "error"
+    return f"{by}: {failed.splitlines()[-1]}"
 
 
-def _various(names: Sequence[str]) -> list[str]:
-    """Return the names: first those of the default tests, and of these those first that begin in different ways."""
-    turns: dict[str, int] = {}
-    places = {}
-    for name in names:
-        kind = name.split(",")[0] + name.split(",")[-1]
-        places[name] = turns[kind] = turns.get(kind, 0) + 1
-    return sorted(names, key=lambda name: (not SCENARIOS[name].is_quick, places[name]))
-
-
-def _without(folder: str, edge: Edge, name: str, orders: Sequence[tuple[str, int]]) -> None:
+def _without(folder: str, edge: Edge, name: str) -> None:
     """Leave out an edge and run a scenario, until this rank finds something, which it writes to the folder."""
     leave_out(edge)
     simulated_device.races()
-    for order in orders:
-        if (finding := _finding(name, order)) is not None:
-            Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(astuple(finding)))
+    for order in ORDERS:
+        if finding := _finding(name, order):
+            Path(folder, os.environ["RANK"]).write_text(f"{order[0]} {order[1]}: {finding}")
             return
 
 
-def _finding(name: str, order: tuple[str, int]) -> Finding | None:
+def _finding(name: str, order: Order) -> str | None:
     error: Exception | None = None
     try:
         run_scenario(name, order)
         torch.accelerator.synchronize()
     except Exception as raised:
         error = raised
-    races = simulated_device.races()
-    order_text = f"{order[0]} {order[1]}"
-    if races:
-        race = races[0]
-        wrong = " (and a wrong value)" if isinstance(error, AssertionError) else ""
-        detail = f"{race.second.operator} and {race.first.operator} on {race.memory}"
-        return Finding(f"race{wrong}", order_text, detail)
-    if isinstance(error, AssertionError):
-        return Finding("value", order_text, str(error).strip().splitlines()[0] if str(error).strip() else "")
-    if error is not None:
-        return Finding("error", order_text, f"{type(error).__name__}: {' '.join(str(error).split())}")
-    return None
+    is_wrong = isinstance(error, AssertionError)
+    if races := simulated_device.races():
+        both = f"{races[0].second.operator} and {races[0].first.operator} on {races[0].memory}"
+        return f"race{' (and a wrong value)' * is_wrong}: {both}"
+    if is_wrong:
+        return f"value: {' '.join(str(error).split())}"
+    return f"error: {type(error).__name__}: {' '.join(str(error).split())}" if error else None
 
 
 if __name__ == "__main__":

@@ -26,7 +26,16 @@ from tests.leftovers import kill_processes_of
 pytest_plugins = ("tests.chosen_device",)
 
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
-NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
+NAMES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NO_COLOR",
+    "PYTEST_ADDOPTS",
+}
 
 # How many examples hypothesis draws: `--hypothesis-profile many` is for whoever changes what they are drawn for.
 settings.register_profile("few", max_examples=40)

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from scripts import reference, site
-from tests.docs.blocks import PAGES
+from scripts import reference
+from tests.docs.blocks import PAGES, files_linked
 from tests.docs.public_names import MODULES, documented
 
 ROOT = Path(__file__).parents[1]
@@ -35,21 +35,13 @@ def test_what_is_listed_says_what_it_does() -> None:
     assert [path for path, thing in documented() if not inspect.getdoc(thing)] == []
 
 
-def files_linked(page: Path) -> list[Path]:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = re.findall(r"(?:\]\(|^\[[^]]+\]: )([^)#\s]+)", text, re.MULTILINE)
-    return [page.parent / link for link in links if "://" not in link]
-
-
 def test_linked_files_exist() -> None:
-    """Building the site sees links between its pages only, and their anchors."""
     assert [f"{page}: {file}" for page in PAGES for file in files_linked(page) if not file.exists()] == []
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
     navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8").partition("[project.theme]")[0]
-    pages = [str(place) for place in site.pages().values() if place.suffix == ".md"]
-    assert [page for page in pages if f'"{page}"' not in navigation] == []
+    assert [page for page in PAGES if f'"{page.relative_to(ROOT)}"' not in navigation] == []
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/internals.md"])

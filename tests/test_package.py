@@ -18,7 +18,7 @@ import pytest
 from packaging.metadata import Metadata
 from readme_renderer import markdown
 
-from scripts.links import absolute
+from hatch_build import absolute
 from smpkit.version import FILE, commit, version_of
 
 ROOT = Path(__file__).parents[1]
@@ -39,8 +39,7 @@ def copy_of_the_tree(folder: Path) -> Path:
     """Copy what builds read, with today's times and other permissions."""
     for name in ("smpkit", "estimator", "container", "docs", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
-    (folder / "scripts").mkdir()
-    for path in [*ROOT.glob("*.md"), *map(ROOT.joinpath, ("scripts/links.py", "hatch_build.py", "pyproject.toml"))]:
+    for path in [*ROOT.glob("*.md"), *map(ROOT.joinpath, ("hatch_build.py", "pyproject.toml"))]:
         shutil.copy(path, folder / path.relative_to(ROOT))
     for name in ("LICENSE", "Dockerfile", ".gitignore"):
         shutil.copy(ROOT / name, folder / name)
@@ -112,13 +111,13 @@ def test_the_metadata_are_valid_and_the_readme_renders(wheel: Path) -> None:
 
 
 def test_links_are_absolute_where_there_is_an_address_and_words_where_there_is_none() -> None:
-    page = "[a](docs/a.md#b) ![drawn](docs/a.svg) [c](https://c.example) [d](#here)\n```\n[e](f)\n```\n"
+    page = "[a](docs/a.md#b) ![drawn](docs/a.svg) [c](https://c.example) [d](#here)\n"
     known = absolute(page, "https://code.example/smpkit")
     assert known == (
         "[a](https://code.example/smpkit/blob/main/docs/a.md#b) ![drawn](https://code.example/smpkit/raw/main/docs/a.svg)"
-        " [c](https://c.example) [d](#here)\n```\n[e](f)\n```\n"
+        " [c](https://c.example) [d](#here)\n"
     )
-    assert absolute(page, "") == "a  [c](https://c.example) [d](#here)\n```\n[e](f)\n```\n"
+    assert absolute(page, "") == "a  [c](https://c.example) [d](#here)\n"
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------
@@ -226,4 +225,4 @@ def test_wheel_and_sdist_install_into_an_empty_environment(source: Path, tmp_pat
         run(python, "-c", "import smpkit_container, smpkit_estimator, smpkit; smpkit.Estimator", cwd=elsewhere)
     with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {FILE, "README.md", "hatch_build.py", "scripts/links.py", "examples/finetune/train.py"} <= names
+    assert {FILE, "README.md", "hatch_build.py", "examples/finetune/train.py"} <= names

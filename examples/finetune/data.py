@@ -1,7 +1,5 @@
 """Texts as a fine-tuning job reads them: files of a folder, tokenized, in blocks of one length."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

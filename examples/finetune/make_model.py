@@ -4,8 +4,6 @@
 of your own, give the job their folder instead.
 """
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 from pathlib import Path

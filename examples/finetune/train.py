@@ -3,8 +3,6 @@
 With `--lora RANK` its weights stay as they are, and adapters of peft learn: `smpkit run examples/finetune/lora.yaml`.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -3,8 +3,6 @@
 `python use.py MODEL` takes transformers alone, `python use.py ADAPTERS --base MODEL` peft as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import sysconfig
 from pathlib import Path

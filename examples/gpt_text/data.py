@@ -1,7 +1,5 @@
 """Text that every machine has: the sources of Python's standard library."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small GPT in plain PyTorch: nothing in this file knows about smpkit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

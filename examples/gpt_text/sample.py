@@ -1,7 +1,5 @@
 """Let the model write: every rank takes part, and all write the same."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Train a small GPT on real text with the SMP v1 API: `smpkit run examples/gpt_text/job.yaml`, or `job_3d.yaml`."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

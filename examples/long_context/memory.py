@@ -1,7 +1,5 @@
 """The most memory that training took: asked of the GPU, or of Linux where the CPU is the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A Llama for long sequences: the loss never holds the scores of all tokens at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Train on sequences as long as memory allows: `smpkit run examples/long_context/job.yaml`."""
 
-from __future__ import annotations
-
 import argparse
 import sysconfig
 import time

@@ -1,7 +1,5 @@
 """A language model over bytes, in plain PyTorch: an embedding, blocks, scores."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,9 +33,3 @@ class Block(nn.Module):
 
 def make_model(width: int, layers: int, length: int) -> nn.Sequential:
     return nn.Sequential(Embedding(width, length), *[Block(width) for _ in range(layers)], nn.Linear(width, BYTES))
-
-
-def num_parameters(width: int, layers: int, length: int) -> int:
-    """Count without making the model, which may be larger than the machine."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in make_model(width, layers, length).parameters())

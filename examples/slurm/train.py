@@ -1,7 +1,5 @@
 """Train a language model that may be preempted at any time: `smpkit submit examples/slurm/job.yaml`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

@@ -3,8 +3,6 @@
 Over a pipeline it is started by `smpkit run examples/trainer/job.yaml`; the script does not know.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

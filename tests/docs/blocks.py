@@ -17,6 +17,7 @@ Several of `run` are parted by commas.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,13 @@ PAGES: Final = (
 )
 """All pages of the site."""
 _OPTIONS: Final = re.compile(r"slow|alone|any output|exits \d+|ranks \d+|given \w+")
+
+
+def files_linked(page: Path) -> list[Path]:
+    """Return the files of the repository that a page names in links and pictures."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"(?:\]\(|^\[[^]]+\]: )([^)#\s]+)", text, re.MULTILINE)
+    return [Path(os.path.normpath(page.parent / link)) for link in links if "://" not in link]
 
 
 @dataclass(frozen=True)

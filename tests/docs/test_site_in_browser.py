@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.slow, needs_zensical]
 
 PAGES = (
     "index.html",
-    "tutorials/first-pipeline.html",
-    "how-to/cut-memory.html",
-    "explanation/coming-from.html",
-    "reference/environment.html",
+    "docs/tutorials/first-pipeline.html",
+    "docs/how-to/cut-memory.html",
+    "docs/explanation/coming-from.html",
+    "docs/reference/environment.html",
     "examples/offload_model/index.html",
-    "reference/python/runtime.html",
-    "reference/cli.html",
+    "docs/reference/python/runtime.html",
+    "docs/reference/cli.html",
 )
 UNDRAWN = "return [...document.images].filter((image) => !image.naturalWidth).map((image) => image.src)"
 BROKEN = """
@@ -52,8 +52,8 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("site")
-    assert site.build(folder / "built", folder / "work") == 0
-    handler = functools.partial(_Quiet, directory=str(folder / "built"))
+    assert site.build(folder) == []
+    handler = functools.partial(_Quiet, directory=str(folder / "site"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
