@@ -507,9 +507,20 @@ def complete_partials(path: Path) -> list[tuple[str, Index]]:
     ]
 
 
-def next_order(path: Path) -> int:
-    """Return the order of the next save to a folder."""
-    return 1 + max((index.order for index in _indices_in(path, None, {}).values()), default=0)
+def next_order(path: Path, last: int) -> int:
+    """Return the order of the next save to a folder; raise CheckpointError if another job saves there.
+
+    Args:
+        last: the order of this job's last save to it; 0: it has not saved there.
+    """
+    name, index = next(iter(_indices_in(path, None, {}).items()), (None, None))
+    order = 0 if index is None else index.order
+    if order > last > 0:
+        raise CheckpointError(
+            f"another job has saved `{name}` to {path} since this one did",
+            hint="each job needs a folder of its own: one replaces and removes what the other has saved",
+        )
+    return 1 + order
 
 
 def read_newest(path: Path) -> str | None:
