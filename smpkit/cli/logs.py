@@ -8,7 +8,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
@@ -20,7 +19,7 @@ from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options,
 from smpkit.cli.status import show_end
 from smpkit.config.words import coloured
 from smpkit.errors import SmpkitError, UsageError
-from smpkit.observe.runs import LOGS, Run, find_runs, is_held, last_run, open_run
+from smpkit.observe.runs import LOGS, SUMMARY, Run, find_runs, is_held, last_run, open_run
 
 if TYPE_CHECKING:
     from smpkit_estimator.backend import LogLine
@@ -172,13 +171,9 @@ def _read(file: BinaryIO, *, unfinished: bool) -> Iterator[str]:
 
 
 def _is_over(folder: Path) -> bool:
-    """Tell whether a run has ended, also where its command was killed and could not say so."""
-    from smpkit.observe.summary import SummaryError, read_summary
-
-    with suppress(SummaryError):
-        if read_summary(folder).exit_reason != "running":
-            return True
-    return is_held(folder) is False
+    """Tell whether a run has ended: its command outlives rank 0, and may be killed before there is a summary."""
+    held = is_held(folder)
+    return (folder / SUMMARY).is_file() if held is None else not held
 
 
 def _as_json(line: str) -> str:

@@ -98,7 +98,11 @@ def test_a_log_that_goes_on_is_followed_to_the_end_of_the_run(runs: list[Run], s
 def test_a_followed_line_is_printed_when_it_is_whole(
     runs: list[Run], smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its second half had been a line without a rank; and the log of a killed command was followed for ever."""
+    """Its second half had been a line without a rank; and the log of a killed command was followed for ever.
+
+    The summary of rank 0 was taken for the end, while other ranks still printed.
+    """
+    write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, "finished"))
     log = runs[2].path / "logs" / "launcher.log"
     log.write_text("[rank 0] one\n[rank 1] tw")
     moments = iter(["o\n[rank 1] thr", "ee"])
