@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from smpkit.config.mpi_options import exported_values
 from smpkit.config.wire import MPI_OPTIONS
@@ -93,7 +94,7 @@ class _Launch:
         if self._run is not None:  # of an attempt before
             (self._run / SUMMARY).unlink(missing_ok=True)
         first = self.topology.node_rank * self.topology.processes_per_host
-        with contextlib.ExitStack() as stack:
+        with _room(self._environment.folders.output), contextlib.ExitStack() as stack:
             port = stack.enter_context(meeting_port(self.topology))
             place = meeting_place()
             stack.callback(shutil.rmtree, place, ignore_errors=True)
@@ -282,6 +283,22 @@ def meeting_port(topology: Topology) -> Iterator[int]:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reservation.bind((topology.master, 0))
         yield int(reservation.getsockname()[1])
+
+
+_ROOM_BYTES: Final = 16 << 10
+
+
+@contextlib.contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """Hold a little of the disk while ranks run: where they fill it, the reason of the job's end must still fit."""
+    file = folder / ".room"
+    with contextlib.suppress(OSError):
+        file.write_bytes(bytes(_ROOM_BYTES))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

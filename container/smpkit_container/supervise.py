@@ -409,6 +409,10 @@ class Host:
             return
         line = self._live.next_line(len(self._ranks), has_output=self._has_output)
         if line is not None:
+            running, all_ranks = self._running(), len(self._ranks)
+            if 0 < len(running) < all_ranks:  # for as long as it likes: many scripts end with work for one rank
+                ended = f"{all_ranks - len(running)} of {all_ranks} ranks have ended"
+                line = f"{line}; {ended}, rank {running[0].number} still runs"
             self._console.live(line)
 
     # ---- events --------------------------------------------------------------------------------------------------

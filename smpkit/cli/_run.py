@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -11,8 +10,8 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -36,7 +35,7 @@ from smpkit.config.words import coloured, duration
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
 from smpkit.observe.merge import read_run
 from smpkit.observe.profiles import PROFILE, steps_of
-from smpkit.observe.runs import ENVIRONMENT, EVENTS, JOB, PLAN, SUMMARY, TRACE, Run, make_run
+from smpkit.observe.runs import ENVIRONMENT, EVENTS, JOB, PLAN, SUMMARY, TRACE, Run, held, make_run
 from smpkit.observe.summary import RunSummary, read_summary, write_summary
 from smpkit.observe.trace import chrome_trace, profiles_of
 from smpkit.plan.decide import decide
@@ -221,10 +220,11 @@ def _recorded(job: LoadedJob, plan: LocalPlan, where: str, train: Callable[[Path
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
-    folder = begin_run(job, plan.ranks, plan.hosts)
-    console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
-    with held(folder):
-        done = train(folder.path)
+    with nullcontext() if plan.checkpoints is None else held(plan.checkpoints, alone=True):
+        folder = begin_run(job, plan.ranks, plan.hosts)
+        console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
+        with held(folder.path):
+            done = train(folder.path)
         try:
             _end_run(folder, plan.ranks, done.seconds, _end_of(done))
         except SmpkitError as error:  # such as of a full disk: the job has its own end
@@ -310,18 +310,6 @@ def _end_run(run: Run, ranks: int, seconds: float, exit_reason: str) -> None:
         began = run.started.timestamp()
         summary = RunSummary(run.name, began, seconds, 0, exit_reason, world_size=ranks, data=ranks, notes=(note,))
     write_summary(run.path, summary)
-
-
-@contextmanager
-def held(run: Run) -> Iterator[None]:
-    """Lock the folder of a run for as long as its command lives, however that ends."""
-    folder = os.open(run.path, os.O_RDONLY)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(folder, fcntl.LOCK_SH)
-    try:
-        yield
-    finally:
-        os.close(folder)
 
 
 def _shown(path: Path) -> str:

@@ -14,6 +14,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width, write_file
+from smpkit.cli.options import numbers
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
 from smpkit.units import amount, magnitude, seconds, things
 
@@ -26,7 +27,7 @@ _STARTING_SECONDS: Final = 240
 
 @click.command()
 @click.option("--ranks", type=click.IntRange(1, 1024), help="Number of ranks. Default: one per GPU, or 2 without.")
-@click.option("--seconds", type=click.FloatRange(1), default=60.0, help="About how long to measure (60).")
+@click.option("--seconds", type=numbers(1, 10**6), default=60.0, help="About how long to measure (60).")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),

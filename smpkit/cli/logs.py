@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
@@ -20,7 +18,7 @@ from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options,
 from smpkit.cli.status import show_end
 from smpkit.config.words import coloured
 from smpkit.errors import SmpkitError, UsageError
-from smpkit.observe.runs import LOGS, Run, find_runs, last_run, open_run
+from smpkit.observe.runs import LOGS, SUMMARY, Run, find_runs, is_held, last_run, open_run
 
 if TYPE_CHECKING:
     from smpkit_estimator.backend import LogLine
@@ -37,7 +35,7 @@ _POLL_SECONDS: Final = 0.3
 @click.command()
 @click.argument("job", metavar="[JOB|RUN]", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over. Ctrl-C never stops the job.")
-@click.option("--tail", type=click.IntRange(0), metavar="N", help="Begin with the last N lines of each host.")
+@click.option("--tail", type=click.IntRange(0, 10**9), metavar="N", help="Begin with the last N lines of each host.")
 @click.option("--since", type=length, metavar="LENGTH", help="Only lines of the last `90s`, `10m`, `2h`, `1d`.")
 @click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Only lines of this rank; repeatable.")
 @click.option("--host", "hosts", multiple=True, metavar="NAME", help="Only this host, as `algo-2`; repeatable.")
@@ -172,24 +170,9 @@ def _read(file: BinaryIO, *, unfinished: bool) -> Iterator[str]:
 
 
 def _is_over(folder: Path) -> bool:
-    """Tell whether a run has ended, also where its command was killed and could not say so."""
-    from smpkit.observe.summary import SummaryError, read_summary
-
-    with suppress(SummaryError):
-        if read_summary(folder).exit_reason != "running":
-            return True
-    return not _is_held(folder)
-
-
-def _is_held(folder: Path) -> bool:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody else has the lock
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    """Tell whether a run has ended: its command outlives rank 0, and may be killed before there is a summary."""
+    held = is_held(folder)
+    return (folder / SUMMARY).is_file() if held is None else not held
 
 
 def _print_json(line: str) -> None:

@@ -195,7 +195,7 @@ def _usage(error: click.ClickException) -> int:
             module = "name a script that holds `import runpy; runpy.run_module('NAME', run_name='__main__')`"
             hints.append(module if is_module else f"`smpkit run SCRIPT -- {option} ...` gives it to the script")
         hint = " ".join(hints) or hint
-    message = message.replace("valid float range", "number").replace("valid integer range", "valid integer")
+    message = message.replace("valid integer range", "valid integer")
     message = re.sub(r"\s+", " ", re.sub(r"'([^' ]+)'", r"`\1`", message)).strip().rstrip(".")
     _console.print_failure(message[:1].lower() + message[1:], hint)
     return error.exit_code

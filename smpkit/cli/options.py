@@ -1,4 +1,4 @@
-"""Options that several commands share, each with one meaning: of a job file, of a back end, lengths of time.
+"""Options that several commands share, each with one meaning: of a job file, of a back end, numbers, lengths of time.
 
 `refuse` is for those that a command cannot use as it is called.
 
@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -150,6 +151,30 @@ def backend_options(function: _Function) -> _Function:
         click.option("--backend", metavar="NAME", envvar="SMPKIT_BACKEND", help=known),
     )
     return with_options(command, *options)  # type: ignore[return-value]
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def numbers(least: float, most: float) -> Callable[[str], float]:
+    """Return the type of an option that is a number: click's own let `nan` pass, and nobody can plan for `inf`."""
+
+    def number(value: str) -> float:
+        try:
+            found = float(value)
+        except ValueError:
+            found = math.nan
+        if not least <= found <= most:
+            raise click.BadParameter(f"`{value}` is not a number from {least:g} to {most:,}")
+        return found
+
+    return number
+
+
+POSITIVE: Final = numbers(1e-6, 10**9)
+RANKS: Final = click.IntRange(1, 10**6)
+HOSTS: Final = click.IntRange(1, 10**5)
+COUNT: Final = click.IntRange(1, 10**9)
 
 
 # ---- lengths of time -------------------------------------------------------------------------------------------------

@@ -7,12 +7,11 @@ from typing import Any, Final
 
 import click
 
-from smpkit.cli.options import override_options, refuse
+from smpkit.cli.options import HOSTS, POSITIVE, RANKS, override_options, refuse
 from smpkit.plan.optimizers import OPTIMIZERS
 
 _OF_A_MODEL: Final = ("optimizer", "memory_gib", "tflops", "link_gbs")
 _DEGREES: Final = ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches")
-_RATE: Final = click.FloatRange(0, min_open=True)
 
 
 @click.command()
@@ -21,13 +20,13 @@ _RATE: Final = click.FloatRange(0, min_open=True)
 @click.option("--pipeline-parallel-degree", "--pp", type=int, help="Without FILE: ranks that a model is cut over.")
 @click.option("--tensor-parallel-degree", "--tp", type=int, help="Without FILE: ranks that layers are split over.")
 @click.option("--microbatches", type=int, help="Without FILE: into how many parts a batch is cut.")
-@click.option("--ranks", type=click.IntRange(1), help="Number of all ranks. Default: what FILE says, or one model.")
-@click.option("--hosts", type=click.IntRange(1), help="Number of hosts. Default: what FILE says, or 1.")
+@click.option("--ranks", type=RANKS, help="Number of all ranks. Default: what FILE says, or one model.")
+@click.option("--hosts", type=HOSTS, help="Number of hosts. Default: what FILE says, or 1.")
 @click.option("--model", metavar="MODULE:FACTORY", help="What returns the model: also plan its parts and memory.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="Whose states count (adamw).")
-@click.option("--memory-gib", type=_RATE, help="Memory of one rank's device: fail if the plan does not fit.")
-@click.option("--tflops", type=_RATE, default=150.0, help="What a device reaches in training, TFLOP/s (150).")
-@click.option("--link-gbs", type=_RATE, default=25.0, help="Its link with the host, GB/s each way (25).")
+@click.option("--memory-gib", type=POSITIVE, help="Memory of one rank's device: fail if the plan does not fit.")
+@click.option("--tflops", type=POSITIVE, default=150.0, help="What a device reaches in training, TFLOP/s (150).")
+@click.option("--link-gbs", type=POSITIVE, default=25.0, help="Its link with the host, GB/s each way (25).")
 @click.option("--svg", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the schedule as an SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(file: Path | None, **options: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import click
 
 from smpkit.cli import _console
+from smpkit.cli.options import COUNT, POSITIVE, numbers
 from smpkit.errors import UsageError
 from smpkit.plan.offload.model import (
     WORKSPACE_BYTES,
@@ -26,24 +27,23 @@ from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.units import amount, magnitude, seconds, things
 
 _GIB: Final = 2**30
-_POSITIVE: Final = click.FloatRange(0, min_open=True)
 
 
 @click.command("plan-offload-model")
-@click.option("--params", type=_POSITIVE, help="Parameters, such as 6.7e9 (or give --model).")
+@click.option("--params", type=numbers(1, 10**15), help="Parameters, such as 6.7e9 (or give --model).")
 @click.option("--model", metavar="MODULE:FACTORY", help="What returns the model, whose parameters are counted.")
-@click.option("--slices", type=click.IntRange(1), default=3, help="Parts of the model (3).")
-@click.option("--layers", type=click.IntRange(1), help="Layers. Default: one per slice.")
-@click.option("--tokens", type=click.IntRange(1), default=8192, help="Tokens per optimizer step (8192).")
-@click.option("--microbatches", type=click.IntRange(1), default=1, help="Parts of a batch (1).")
+@click.option("--slices", type=COUNT, default=3, help="Parts of the model (3).")
+@click.option("--layers", type=COUNT, help="Layers. Default: one per slice.")
+@click.option("--tokens", type=COUNT, default=8192, help="Tokens per optimizer step (8192).")
+@click.option("--microbatches", type=COUNT, default=1, help="Parts of a batch (1).")
 @click.option("--fp32", is_flag=True, help="Compute in fp32, not bf16.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="Whose states count (adamw).")
-@click.option("--updates", type=_POSITIVE, default=4.3, help="1e9 parameters that the host updates per second (4.3).")
-@click.option("--tflops", type=_POSITIVE, default=150.0, help="What the device reaches in training, TFLOP/s (150).")
-@click.option("--link-gbs", type=_POSITIVE, default=25.0, help="Its link with the host, GB/s each way (25).")
-@click.option("--memory-gib", type=_POSITIVE, help="Memory of the device: fail if the model does not fit.")
+@click.option("--updates", type=POSITIVE, default=4.3, help="1e9 parameters that the host updates per second (4.3).")
+@click.option("--tflops", type=POSITIVE, default=150.0, help="What the device reaches in training, TFLOP/s (150).")
+@click.option("--link-gbs", type=POSITIVE, default=25.0, help="Its link with the host, GB/s each way (25).")
+@click.option("--memory-gib", type=POSITIVE, help="Memory of the device: fail if the model does not fit.")
 @click.option(
-    "--host-memory-gib", type=_POSITIVE, help="Memory of the host: say what fits, and fail if the model does not."
+    "--host-memory-gib", type=POSITIVE, help="Memory of the host: say what fits, and fail if the model does not."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan_offload_model(memory_gib: float | None, host_memory_gib: float | None, as_json: bool, **options: Any) -> int:

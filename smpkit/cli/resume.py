@@ -5,14 +5,14 @@ from __future__ import annotations
 import click
 
 from smpkit.cli._start import start, start_options
-from smpkit.cli.options import BackendChoice, backend_options
+from smpkit.cli.options import HOSTS, BackendChoice, backend_options
 from smpkit.cli.status import newest_checkpoint
 
 
 @click.command()
 @click.argument("job")
 @click.option("--name", metavar="NAME", help="Name of the new job. Default: that of JOB with another time.")
-@click.option("--instance-count", type=click.IntRange(1), help="Use this many hosts instead.")
+@click.option("--instance-count", type=HOSTS, help="Use this many hosts instead.")
 @click.option("--instance-type", metavar="TYPE", help="Another kind of machine.")
 @click.option("--max-run-seconds", type=click.IntRange(1), help="Another limit for the running time.")
 @start_options

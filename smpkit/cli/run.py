@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from smpkit.cli.image import recipe_options
-from smpkit.cli.options import job_arguments, refuse
+from smpkit.cli.options import job_arguments, numbers, refuse
 
 if TYPE_CHECKING:
     from smpkit.config.load import Override
@@ -39,7 +39,7 @@ _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch",
 )
 @click.option(
     "--interrupt-after",
-    type=click.FloatRange(0, min_open=True),
+    type=numbers(1e-3, 10**6),
     metavar="SECONDS",
     help="With --docker: rehearse a spot interruption so long after the script's first output, then go on.",
 )

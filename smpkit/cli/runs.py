@@ -13,7 +13,7 @@ from smpkit.cli import _console
 from smpkit.cli._console import table, width
 from smpkit.cli.options import refuse
 from smpkit.errors import UsageError
-from smpkit.observe.runs import EVENTS, JOB, LOGS, SUMMARY, VALUES, Run, find_runs, open_run
+from smpkit.observe.runs import EVENTS, JOB, LOGS, SUMMARY, VALUES, Run, find_runs, is_held, open_run
 from smpkit.observe.values import read_values
 from smpkit.units import amount, count
 
@@ -79,7 +79,7 @@ def _plain(run: Run, summary: RunSummary | None, values: dict[str, float]) -> di
 def _row(run: Run, summary: RunSummary | None, values: dict[str, float]) -> list[str]:
     loss = f"{values['loss']:.4g}" if "loss" in values else _NOTHING
     if summary is None:
-        return [run.label, "running or lost", _NOTHING, loss, _NOTHING, _NOTHING]
+        return [run.label, _state(run), _NOTHING, loss, _NOTHING, _NOTHING]
     # The class of an error tells more than the packages that it is in.
     end = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", summary.exit_reason)
     room = max(24, width() - _OTHER_COLUMNS)
@@ -89,10 +89,15 @@ def _row(run: Run, summary: RunSummary | None, values: dict[str, float]) -> list
     return [run.label, shown, f"{summary.steps:,}", loss, rate, amount(held) if held else _NOTHING]
 
 
+def _state(run: Run) -> str:
+    """Say what has become of a run without a summary: its command holds its folder for as long as it lives."""
+    return {True: "running", False: "lost", None: "running or lost"}[is_held(run.path)]
+
+
 def _one(run: Run, summary: RunSummary | None, values: dict[str, float]) -> Iterator[str]:
     from smpkit.observe.summary_text import block
 
-    yield f"{run.label}: {'running, or lost' if summary is None else summary.exit_reason}"
+    yield f"{run.label}: {_state(run) if summary is None else summary.exit_reason}"
     if summary is not None:
         yield from block(summary)
     if values and (summary is None or not summary.values):

@@ -65,13 +65,13 @@ class ModelParallelConfig(Section):
     `sdp_` stands for sharded data parallelism.
     """
 
-    pipeline_parallel_degree: int = Field(default=1, ge=1)
+    pipeline_parallel_degree: int = Field(default=1, ge=1, le=1024)
     """How many pipeline ranks the model is cut over."""
 
     microbatches: int = Field(default=1, ge=1, le=4096)
     """How many microbatches a batch is split into; must divide the batch size. 1: no pipelining."""
 
-    virtual_pipeline_degree: int = Field(default=1, ge=1)
+    virtual_pipeline_degree: int = Field(default=1, ge=1, le=1024)
     """How many chunks of the model each pipeline rank holds (virtual stages). *smpkit's own.*
 
     The pipeline fills that much faster, and sends that many more messages.
@@ -103,7 +103,7 @@ class ModelParallelConfig(Section):
     `gloo` is *smpkit's own*.
     """
 
-    tensor_parallel_degree: int = Field(default=1, ge=1)
+    tensor_parallel_degree: int = Field(default=1, ge=1, le=1024)
     """How many ranks divided modules are split over. Above 1 requires `ddp`."""
 
     prescaled_batch: bool = False

@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -75,6 +77,39 @@ def make_run(folder: Path, name: str, now: datetime) -> Run:
     except OSError as error:
         raise SmpkitError(f"the folder of a run cannot be made in `{runs}`: {error.strerror}") from None
     return Run(path, name, now.replace(microsecond=0))
+
+
+@contextmanager
+def held(folder: Path, *, alone: bool = False) -> Iterator[None]:
+    """Lock a folder for as long as this process lives, however that ends; `alone`: refuse one that another holds so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+    except BlockingIOError:
+        os.close(descriptor)
+        hint = "give each run a folder of its own: `--set checkpoints=FOLDER`"
+        raise UsageError(f"another run saves its checkpoints to `{folder}`", hint=hint) from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_held(folder: Path) -> bool | None:
+    """Return whether a command that still lives holds a folder; None where the file system cannot tell."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def run_at(path: Path) -> Run | None:

@@ -127,8 +127,8 @@ class RunSummary:
     """From `smp.init` to the end."""
     steps: int
     """Training steps: calls of a step function with a backward."""
-    exit_reason: str = "running"
-    """`finished`, `failed: ...`, `stopped`; `running` where nothing came to write it."""
+    exit_reason: str
+    """`finished`, `failed: ...`, `stopped`."""
     steps_per_s: float | None = None
     samples_per_s: float | None = None
     """Over all replicas."""

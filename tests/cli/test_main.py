@@ -76,7 +76,7 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
         (
             ["plan-offload-model", "--params", "7b"],
             (
-                "error: invalid value for `--params`: `7b` is not a number\n"
+                "error: invalid value for `--params`: `7b` is not a number from 1 to 1,000,000,000,000,000\n"
                 "hint: `smpkit plan-offload-model --help` shows the usage\n"
             ),
         ),

@@ -199,6 +199,13 @@ def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
         (["--pp", "2", "--ranks", "3"], "error: 1 problem in the plan"),
         (["--pp", "2", "--ranks", "4", "--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts"),
         (["--pp", "0"], "pipeline_parallel_degree"),
+        (["--pp", "9999999"], "pipeline_parallel_degree: must be at most 1024, got 9999999"),
+        (["--tp", "9999999"], "tensor_parallel_degree: must be at most 1024, got 9999999"),
+        (["--pp", "2", "--ranks", "9999998"], "`--ranks`: 9999998 is not in the range 1<=x<=1000000"),
+        (
+            ["--pp", "2", "--model", "zoo:Net", "--tflops", "nan"],
+            "`--tflops`: `nan` is not a number from 1e-06 to 1,000,",
+        ),
         (["--pp", "99", "--model", "zoo:Net"], "too few for 99 partitions"),
         (["--pp", "2", "--model", "zoo:failing"], "error: the factory failed: ValueError: no such weights\n"),
         (["--pp", "2", "--model", "zoo"], "error: `zoo` names no factory\nhint: write `module:factory`"),

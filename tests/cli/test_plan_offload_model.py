@@ -70,10 +70,13 @@ def test_size_can_come_from_a_model(folder: Path, smpkit: Smpkit) -> None:
         (["job.yaml"], "job.yaml"),
         (["--params", "1e9", "--slices", "0"], "`--slices`"),
         (["--params", "1e9", "--tflops", "0"], "`--tflops`"),
+        (["--params", "nan"], "`--params`: `nan` is not a number from 1 to 1,000,000,000,000,000\n"),
+        (["--params", "1e9", "--host-memory-gib", "inf"], "`--host-memory-gib`: `inf` is not a number from"),
+        (["--params", "1e9", "--tokens", "9" * 400], "`--tokens`"),
         (["--params", "1e9", "--slices", "3", "--layers", "2"], "2 layers cannot be cut into 3 slices"),
         (["--params", "1e9", "--model", "zoo:build"], "`--params` cannot be given beside `--model`"),
     ],
-    ids=["size", "file", "slices", "tflops", "layers", "both"],
+    ids=["size", "file", "slices", "tflops", "nan", "inf", "tokens", "layers", "both"],
 )
 @pytest.mark.usefixtures("folder")
 def test_what_cannot_be_is_said(arguments: list[str], message: str, smpkit: Smpkit) -> None:

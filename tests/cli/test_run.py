@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from smpkit.observe.runs import held
 from smpkit.observe.summary import read_summary
 from smpkit.observe.summary_text import block
 from tests.cli.conftest import Smpkit
@@ -153,6 +154,19 @@ def await_ranks(folder: Path, what: str = "ready") -> list[int]:
         assert time.monotonic() < deadline, f"the ranks are not {what}"
         time.sleep(0.02)
     return [int(file.read_text() or 0) for file in files]
+
+
+def test_two_runs_that_keep_checkpoints_in_one_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit
+) -> None:
+    """Each would have replaced and removed what the other had saved."""
+    write(tmp_path, "", KEPT)
+    monkeypatch.chdir(tmp_path)
+    with held(tmp_path / "kept", alone=True):
+        refused = smpkit("run", "job.yaml")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert f"error: another run saves its checkpoints to `{tmp_path / 'kept'}`\nhint: give each run" in refused.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["group", "pid"])

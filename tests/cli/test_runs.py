@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.cli._run import _leave_trace, held
+from smpkit.cli._run import _leave_trace
 from smpkit.observe.profiles import profile_name
-from smpkit.observe.runs import EVENTS, Run, make_run
+from smpkit.observe.runs import EVENTS, Run, held, make_run
 from smpkit.observe.summary import KindBytes, RankSummary, RunSummary, Split, write_summary
 from tests.cli.conftest import Smpkit
 
@@ -39,11 +39,13 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 def test_runs_are_listed_with_how_they_ended_and_what_they_reached(runs: list[Run], smpkit: Smpkit) -> None:
     assert smpkit("runs").stdout.splitlines() == [
-        "run                            ended  steps  loss  steps/s   memory",
-        "gpt-20261125-191502         finished    600     1       10  3.0 MiB",
-        "gpt-20261125-191503         finished    600     –     12.5  3.0 MiB",
-        "t5-20261125-191504   running or lost      –     –        –        –",
+        "run                     ended  steps  loss  steps/s   memory",
+        "gpt-20261125-191502  finished    600     1       10  3.0 MiB",
+        "gpt-20261125-191503  finished    600     –     12.5  3.0 MiB",
+        "t5-20261125-191504       lost      –     –        –        –",
     ]
+    with held(runs[2].path):
+        assert "t5-20261125-191504    running " in smpkit("runs").stdout
     assert len(smpkit("runs", "-n", "1").stdout.splitlines()) == 2
     plain = json.loads(smpkit("runs", "--json").stdout)
     assert [each["summary"] and each["summary"]["steps"] for each in plain] == [600, 600, None]
@@ -96,12 +98,16 @@ def test_a_log_that_goes_on_is_followed_to_the_end_of_the_run(runs: list[Run], s
 def test_a_followed_line_is_printed_when_it_is_whole(
     runs: list[Run], smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its second half had been a line without a rank; and the log of a killed command was followed for ever."""
+    """Its second half had been a line without a rank; and the log of a killed command was followed for ever.
+
+    The summary of rank 0 was taken for the end, while other ranks still printed.
+    """
+    write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, "finished"))
     log = runs[2].path / "logs" / "launcher.log"
     log.write_text("[rank 0] one\n[rank 1] tw")
     moments = iter(["o\n[rank 1] thr", "ee"])
     with ExitStack() as command:
-        command.enter_context(held(runs[2]))
+        command.enter_context(held(runs[2].path))
 
         def meanwhile(_: float) -> None:
             text = next(moments)

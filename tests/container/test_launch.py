@@ -127,6 +127,18 @@ def test_a_failure_file_of_the_script_is_kept_and_an_older_one_is_not(tmp_path: 
     assert failure.read_text() == "mine"
 
 
+def test_a_rank_that_fills_the_disk_leaves_room_for_the_reason(tmp_path: Path) -> None:
+    """`smpkit runs` said `failed: exit code 1` of a run that had no space left, and SageMaker says no more, either."""
+    environment = job(tmp_path, {"sagemaker_program": "train.py"})
+    (tmp_path / "code" / "train.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nroom = Path(os.environ['SM_OUTPUT_FAILURE']).parent / '.room'\n"
+        "sys.exit(4 if room.stat().st_blocks * 512 >= 16384 else 5)\n"
+    )
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(environment, dict(os.environ), console) == 4
+    assert sorted(path.name for path in (tmp_path / "output").iterdir() if path.is_file()) == ["failure"]
+
+
 def test_a_job_whose_failure_file_cannot_be_written_ends_as_its_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from smpkit_container import console
 from smpkit_container import rank as rank_module
 from smpkit_container.console import Console
 from smpkit_container.supervise import STAND_IN, Host, Outcome, Starter, Timeouts, _Rank, meeting_place
@@ -96,6 +97,24 @@ def test_ranks_end_when_mpirun_does(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, script, MPIRUN + leave_early, ranks=2)
     assert [end.stopped for end in outcome.ends] == [True, True]
     assert outcome.mpirun_status == 0
+
+
+def test_a_rank_that_goes_on_after_the_others_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that hung after the last step, the line said no more than how many steps there had been."""
+    monkeypatch.setattr(console, "_LOG_SECONDS", tuple(part / 10 for part in range(1, 3000)))
+    script = """
+import os, pathlib, time
+first = pathlib.Path("first")
+if os.environ["RANK"] == "0":
+    first.symlink_to(f"/proc/{os.getpid()}")
+else:
+    while not first.is_symlink() or first.exists():  # until it has been reaped
+        time.sleep(0.05)
+    time.sleep(1)
+"""
+    outcome, said = run(tmp_path, script, ranks=2)
+    assert outcome.clean
+    assert "; 1 of 2 ranks have ended, rank 1 still runs\n" in said
 
 
 def test_a_rank_that_survives_sigkill_is_given_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,13 +309,15 @@ def test_a_job_that_is_refused_leaves_nothing(user: User, kind: str) -> None:
     assert "there is no job `refused` in namespace `team`" in user.run("status", "refused", code=2).stderr
 
 
-def test_ctrl_c_between_its_parts_leaves_nothing(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Job", "ConfigMap"])
+def test_ctrl_c_before_an_answer_leaves_nothing(user: User, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pods of a Job whose ConfigMap never comes would wait for it, and keep the GPUs of their nodes."""
 
     def interrupted(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-        if manifest["kind"] == "ConfigMap":
+        created = Cluster.create(user.cluster, manifest)
+        if manifest["kind"] == kind:
             raise KeyboardInterrupt
-        return Cluster.create(user.cluster, manifest)
+        return created
 
     user.write("")
     monkeypatch.setattr(user.cluster, "create", interrupted)

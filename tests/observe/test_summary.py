@@ -66,7 +66,10 @@ def test_fields_of_a_later_smpkit_are_let_pass(tmp_path: Path) -> None:
         ("", "is damaged: Invalid JSON"),
         ("{}", "is damaged: name: Field required"),
         ('{"name": "a", "started": 1, "seconds": 1, "steps": "many"}', "is damaged: steps: Input should be"),
-        ('{"name": "a", "started": 1, "seconds": 1, "steps": 1, "format": 2}', "is damaged: format: Input should be 1"),
+        (
+            '{"name": "a", "started": 1, "seconds": 1, "steps": 1, "exit_reason": "", "format": 2}',
+            "is damaged: format: Input should be 1",
+        ),
     ],
 )
 def test_a_damaged_summary_is_refused_with_the_place(tmp_path: Path, text: str, said: str) -> None:

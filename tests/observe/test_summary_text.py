@@ -17,6 +17,7 @@ ONE = RunSummary(
     started=0.0,
     seconds=72.0,
     steps=720,
+    exit_reason="finished",
     steps_per_s=10.0,
     samples_per_s=640.0,
     tokens_per_s=27_341.0,
@@ -83,7 +84,7 @@ def test_of_many_ranks_the_fullest_and_the_slowest_are_shown() -> None:
 
 
 def test_a_run_without_figures_is_one_line() -> None:
-    assert block(RunSummary("a", 0.0, 3.21, 0)) == ["run     0 steps in 3.2 s"]
+    assert block(RunSummary("a", 0.0, 3.21, 0, "finished")) == ["run     0 steps in 3.2 s"]
 
 
 def test_all_lines_fit_80_columns_behind_the_name_of_a_rank() -> None:

@@ -112,15 +112,15 @@ class KubernetesCluster:
     def submit(self, plan: Plan) -> dict[str, Any]:
         api: Api
         api, (job, *parts) = plan.payload
-        created = _created(api, job)
-        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": plan.name}
-        owner["uid"] = created["metadata"]["uid"]
         try:
+            owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": plan.name}
+            owner["uid"] = _created(api, job)["metadata"]["uid"]
             for part in parts:
                 _created(api, {**part, "metadata": {**part["metadata"], "ownerReferences": [owner]}})
         except (SmpkitError, KeyboardInterrupt):  # its pods would wait for the rest, and keep their GPUs
             with contextlib.suppress(CloudError):
-                api.delete("Job", plan.name)  # and what it owns
+                if _own(api, job) is not None:  # Ctrl-C may have come before the answer did
+                    api.delete("Job", plan.name)  # and what it owns
             raise
         return {"name": plan.name, "arn": f"kubernetes:{api.namespace}/{plan.name}", "namespace": api.namespace}
 
@@ -265,16 +265,20 @@ def _notes(job: JobConfig) -> Iterator[str]:
 
 def _created(api: Api, manifest: Object) -> Object:
     """Create an object; if no answer came, look once whether it was created, and by this submission."""
-    kind, name = manifest["kind"], manifest["metadata"]["name"]
     try:
         return api.create(manifest)
     except UnreachableError as error:
         with contextlib.suppress(CloudError):
-            there = api.read(kind, name)
-            ours = manifest["metadata"].get("annotations", {}).get(SUBMISSION)
-            if there is not None and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == ours:
+            if (there := _own(api, manifest)) is not None:
                 return there
-        raise in_doubt(error, name) from None
+        raise in_doubt(error, manifest["metadata"]["name"]) from None
+
+
+def _own(api: Api, manifest: Object) -> Object | None:
+    """Return the object of this name in the cluster if this submission has created it."""
+    there = api.read(manifest["kind"], manifest["metadata"]["name"])
+    ours = manifest["metadata"].get("annotations", {}).get(SUBMISSION)
+    return there if there and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == ours else None
 
 
 def _version(api: Api) -> Finding:

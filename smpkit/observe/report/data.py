@@ -303,7 +303,7 @@ def _warnings(folder: Path) -> Iterator[Warned]:
 def _logs(folder: Path, summary: RunSummary | None) -> Iterator[LogTail]:
     """Yield the last lines of the ranks that failed; of a run that went well, of none."""
     reason = "" if summary is None else summary.exit_reason
-    if reason in ("finished", "running", "stopped"):
+    if reason in ("finished", "stopped"):
         return
     # rank-2 before rank-10, and the launcher's at the end.
     paths = sorted((folder / runs.LOGS).glob("*.log"), key=lambda path: (path.name < "rank", len(path.name), path.name))

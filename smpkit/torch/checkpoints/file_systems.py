@@ -24,6 +24,8 @@ class FileSystems:
         self.is_leader = self.leader == state.rank
         self.here = tuple(rank for rank, leader in enumerate(leaders) if leader == self.leader)
         """The ranks on this rank's file system, ascending."""
+        self.last_order = 0
+        """Of this job's last save to this folder."""
 
 
 _known: dict[Path, FileSystems] = {}

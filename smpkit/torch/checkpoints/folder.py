@@ -12,7 +12,7 @@
       {tag}                        full: the model's state dict in one file
       user_content_{tag}           full: the script's own content
       newest                       name of the newest, `{tag}_partial` or `{tag}`
-      .{name}.{save id}.tmp        being written, or left over from a job that died; never read
+      .{name}.{save id}.tmp        being written, or left over from a job that died; read only if its index is there
 
 The index is the same on all hosts, and no two ranks write files of one name. So where each host has a folder of its
 own, what copies these folders into one, as SageMaker does in S3, makes a checkpoint that any host can resume.
@@ -265,7 +265,7 @@ def publish_folder(staged: Path, target: Path, index: str) -> None:
         # Another job that saves to the same folder takes this one for what a dead job has left.
         if damage := find_damage(staged, read_index(staged)):
             raise CheckpointError(f"{damage}: does another job save to {target.parent} at the same time?")
-        # A folder cannot be replaced in one rename: if the job dies in between, the checkpoint before is used.
+        # A folder cannot be replaced in one rename: if the job dies in between, `finish_saves` does the second one.
         if target.exists() and not _has_index(target, index):
             target.rename(replaced)
         staged.rename(target)
@@ -284,8 +284,25 @@ def _has_index(folder: Path, text: str) -> bool:
         return False
 
 
+def finish_saves(path: Path) -> None:
+    """Rename what saves have written whose job died before it could: a folder with its index is complete.
+
+    Without this, a job that saves under one tag again and again has no checkpoint at all between the two renames.
+    """
+    for leftover in path.glob(f".*{PARTIAL}.*.tmp"):
+        staged = _TEMPORARY.fullmatch(leftover.name)
+        if staged is None or not (leftover / INDEX).is_file() or (target := path / staged["name"]).exists():
+            continue
+        # One that was about to be removed has the name of another save than its own.
+        with contextlib.suppress(CheckpointError, OSError):  # where nobody may write, or another rank was faster
+            index = read_index(leftover)
+            if index.save_id == staged["save_id"] and find_damage(leftover, index) is None:
+                leftover.rename(target)
+
+
 def remove_leftovers(path: Path, save_id: str) -> None:
     """Remove the leftovers in `path` of saves that died, except those of the save with `save_id`."""
+    finish_saves(path)
     for leftover in path.glob(".*.tmp"):
         ours = _TEMPORARY.fullmatch(leftover.name)
         if ours is None or ours["save_id"] == save_id:
@@ -445,6 +462,7 @@ class Survey:
 def survey(path: Path, partial: bool) -> Survey:
     """Look at all checkpoints of one kind in a folder; raise CheckpointError if the newest has another format."""
     damaged: dict[str, str] = {}
+    finish_saves(path)
     try:
         newest = read_newest(path)
     except CheckpointError as error:
@@ -489,9 +507,20 @@ def complete_partials(path: Path) -> list[tuple[str, Index]]:
     ]
 
 
-def next_order(path: Path) -> int:
-    """Return the order of the next save to a folder."""
-    return 1 + max((index.order for index in _indices_in(path, None, {}).values()), default=0)
+def next_order(path: Path, last: int) -> int:
+    """Return the order of the next save to a folder; raise CheckpointError if another job saves there.
+
+    Args:
+        last: the order of this job's last save to it; 0: it has not saved there.
+    """
+    name, index = next(iter(_indices_in(path, None, {}).items()), (None, None))
+    order = 0 if index is None else index.order
+    if order > last > 0:
+        raise CheckpointError(
+            f"another job has saved `{name}` to {path} since this one did",
+            hint="each job needs a folder of its own: one replaces and removes what the other has saved",
+        )
+    return 1 + order
 
 
 def read_newest(path: Path) -> str | None:

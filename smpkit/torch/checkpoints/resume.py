@@ -151,6 +151,7 @@ class _Choice:
         name = f"{tag.removesuffix(files.PARTIAL)}{files.PARTIAL}" if self.partial else tag
         failure = f"checkpoint `{name}` in {self.folder} was not loaded"
         if self.partial:
+            files.finish_saves(self.folder)
             _, saves = together(failure, lambda: files.read_index(self.folder / name).save_id, set)
             if len(saves) > 1:
                 raise CheckpointError(f"{failure}; hosts have different saves of this name")

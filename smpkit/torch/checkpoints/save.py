@@ -322,7 +322,7 @@ class _Save:
 
     def complete(self, part: Callable[[], _Part], job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
         """Write this rank's files, and make the checkpoint visible when all ranks have written theirs."""
-        _, (index, is_divided) = work_together(
+        _, (index, order, is_divided) = work_together(
             self.failure,
             lambda go_on: _write_files(self, part(), go_on),
             lambda parts: _index_of({**job, "tag": self.tag, "save_id": self.save_id}, parts),
@@ -330,6 +330,8 @@ class _Save:
         )
         # Only after all ranks have written: a rename makes the checkpoint visible.
         all_or_raise(self.failure, lambda: self._publish(index), group)
+        if self.partial:
+            self.file_systems.last_order = order
         # From here on the checkpoint is visible, so a failure must not remove it: the hidden folder has been renamed.
         unmarked = f"checkpoint `{self.tag}` is saved, but not marked as newest"
         all_or_raise(unmarked, self._mark_newest, group)
@@ -401,6 +403,7 @@ def _random_of(parts: list[_Part]) -> dict[str, int]:
 
 def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
     """Write a rank's files; return the part with their sizes and checksums, without the contents."""
+    order = files.next_order(save.path, save.file_systems.last_order) if save.partial and save.publishes else 1
     save.make_folder(part)
     written = {}
     for name, content in part.contents.items():
@@ -410,7 +413,6 @@ def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
             read_file(save.staged / name, "cpu")  # whoever resumes must be able to
         place = {"rank": state.rank, "host": socket.gethostname(), "folder": save.file_systems.leader}
         written[name] = {"size": size, "crc32": crc, **place}
-    order = files.next_order(save.path) if save.partial and save.publishes else 1
     return replace(part, contents={}, files=written, order=order)
 
 
@@ -480,8 +482,8 @@ def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str
     return {digest(sorted(holders)): digest(content) for holders, content in divided.items()}
 
 
-def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, bool]:
-    """Return the index of what all ranks have written, and whether a file system lacks something of it.
+def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, int, bool]:
+    """Return the index of what all ranks have written, its order, and whether a file system lacks something of it.
 
     Ranks that should hold the same and do not are an error: what they leave to each other would be missing.
     """
@@ -517,4 +519,4 @@ def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, bool]:
         for file, _, offsets, *_ in spec["pieces"]:
             folders.setdefault((name, tuple(offsets)), set()).add(written[file]["folder"])
     num_folders = len({entry["folder"] for entry in written.values()})
-    return index.to_text(), any(len(holding) < num_folders for holding in folders.values())
+    return index.to_text(), index.order, any(len(holding) < num_folders for holding in folders.values())

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -384,14 +385,13 @@ def test_a_tag_that_would_not_be_found_again_is_refused(tag: Any, tmp_path: Path
 
 def test_a_save_that_another_job_cleans_up_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make()
-    next_order = checkpoint_files.next_order
+    publish = checkpoint_files.publish_folder
 
-    def meanwhile(path: Path) -> int:
-        [written] = path.glob(".*.tmp/model_*")
-        written.unlink()
-        return next_order(path)
+    def meanwhile(staged: Path, *arguments: Any) -> None:
+        (staged / "model_0_0_0.safetensors").unlink()
+        publish(staged, *arguments)
 
-    monkeypatch.setattr(checkpoint_files, "next_order", meanwhile)
+    monkeypatch.setattr(checkpoint_files, "publish_folder", meanwhile)
     with pytest.raises(CheckpointError, match=r"model_0_0_0.safetensors is missing: does another job save to"):
         save_checkpoint(tmp_path, "one")
     assert latest_checkpoint(tmp_path) is None
@@ -414,6 +414,24 @@ def test_a_save_whose_files_another_job_removes_says_so(
     with pytest.raises(CheckpointError, match=f"{what}; rank 0: files are gone that it had written") as caught:
         save_checkpoint(tmp_path, "one")
     assert caught.value.hint == "does another job save there, too? Each needs a folder of its own"
+
+
+def test_a_folder_that_another_job_has_saved_to_meanwhile_is_refused(tmp_path: Path) -> None:
+    """Two runs of one script, whose tags are the same: each replaced what the other had saved, without a word."""
+    make()
+    save_checkpoint(tmp_path, "before")
+    make()  # another job: it goes on with what is there
+    save_checkpoint(tmp_path, "one")
+    save_checkpoint(tmp_path, "model.pt", partial=False)
+    save_checkpoint(tmp_path, "two")
+    folder = tmp_path / "two_partial"
+    ours = checkpoint_files.read_index(folder)
+    theirs = replace(ours, order=ours.order + 1, save_id=checkpoint_files.new_save_id())
+    (folder / checkpoint_files.INDEX).write_text(theirs.to_text())
+    with pytest.raises(CheckpointError, match=r"another job has saved `two_partial` to .* since") as caught:
+        save_checkpoint(tmp_path, "three")
+    assert "each job needs a folder of its own" in str(caught.value)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_user_content_that_resuming_would_refuse_is_named_when_it_is_saved(

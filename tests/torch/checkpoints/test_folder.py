@@ -85,7 +85,7 @@ def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> Non
 def test_the_order_of_a_damaged_checkpoint_is_not_given_again(tmp_path: Path) -> None:
     make(tmp_path, "a", order=1)
     (make(tmp_path, "cut", order=4) / "model_0_0_0.safetensors").unlink()
-    assert files.next_order(tmp_path) == 5
+    assert files.next_order(tmp_path, 0) == 5
 
 
 def test_a_folder_that_was_removed_is_called_that(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,44 @@ def test_every_moment_of_a_save(victim: int, after: bool, tmp_path: Path) -> Non
     assert moments >= 5
     for moment in range(1, moments + 1):
         check(tmp_path / str(moment), victim, moment, after)
+
+
+def saved_and_killed_between_renames(folder: Path) -> None:
+    rename = Path.rename
+
+    def dying(source: Path, target: Path) -> Path:
+        if source.name.startswith(".last_partial"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(source, target)
+
+    Path.rename = dying  # type: ignore[method-assign, assignment]
+    smp.save_checkpoint(folder, "last", user_content="new")
+
+
+def test_a_tag_that_is_saved_again_and_again_is_never_gone(tmp_path: Path) -> None:
+    """Scripts save under `last` after each epoch: whoever was killed there had no checkpoint at all."""
+    folder, by_tag, after_another = (tmp_path / name for name in ("folder", "by_tag", "after_another"))
+    smp.init({})
+    smp.DistributedModel(nn.Linear(64, 64))
+    try:
+        smp.save_checkpoint(folder, "last", user_content="old")
+        child = os.fork()
+        if not child:
+            try:
+                saved_and_killed_between_renames(folder)
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0) == (child, signal.SIGKILL)
+        assert not list(folder.glob("*_partial"))
+        for copy in (by_tag, after_another):
+            shutil.copytree(folder, copy)
+        smp.save_checkpoint(after_another, "other")
+        assert smp.latest_checkpoint(folder) == "last_partial"
+        assert smp.resume_from_checkpoint(folder) == "new"
+        assert smp.resume_from_checkpoint(by_tag, "last") == "new"
+        assert smp.resume_from_checkpoint(after_another, "last") == "new"
+    finally:
+        smp.shutdown()
 
 
 # --- told to stop while a save runs in the background -----------------------------------------------------------------
