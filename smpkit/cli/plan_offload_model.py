@@ -116,7 +116,8 @@ def _num_parameters(params: float | None, target: str | None) -> float:
     if target is not None:
         from smpkit.cli._world import describe  # only this needs what reads jobs
 
-        return sum(tensor.num_elements for tensor in describe(target, Path())[0].tensors.values())
+        tensors = describe(target, Path())[0].tensors.values()
+        return sum(tensor.num_elements for tensor in tensors if tensor.rows)  # not buffers, such as minGPT's masks
     if params is None:
         raise UsageError("the size of the model is not given", hint="add `--params 6.7e9`, or `--model`")
     return params

@@ -57,7 +57,10 @@ def test_a_model_that_needs_what_is_left_free_does_not_fit(smpkit: Smpkit) -> No
 
 
 def test_size_can_come_from_a_model(folder: Path, smpkit: Smpkit) -> None:
-    (folder / "zoo.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(10, 10, bias=False)\n")
+    (folder / "zoo.py").write_text(
+        "import torch\nfrom torch import nn\n\ndef build():\n    model = nn.Linear(10, 10, bias=False)\n"
+        "    model.register_buffer('mask', torch.ones(8, 8))\n    return model\n"
+    )
     content = json.loads(smpkit("plan-offload-model", "--model", "zoo:build", "--json").stdout)
     assert content["model"]["num_parameters"] == 100
     assert 64 << 20 < content["device_peak_bytes"] < 1 << 30  # what cuBLAS takes, of a GPU, however small the model

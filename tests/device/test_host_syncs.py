@@ -103,7 +103,7 @@ def test_clipping_never_waits(name: str, device: str) -> None:
 
 @pytest.mark.also_on("sim:lazy:0", checkpoint=True)
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_an_offload_model_waits_for_its_gradients_and_norms_alone(checkpoint: bool) -> None:
+def test_an_offload_model_waits_for_its_gradients_alone(checkpoint: bool) -> None:
     torch.manual_seed(0)
     module = torch.nn.Sequential(*[DroppingLayer() for _ in range(4)])
     model = OffloadModel(module.double(), gpu(), num_slices=4, checkpoint_activation=checkpoint)
@@ -116,4 +116,4 @@ def test_an_offload_model_waits_for_its_gradients_and_norms_alone(checkpoint: bo
     optimizer.zero_grad()
     with waiting_is_an_error():  # the gradients are waited for by events, at the end of backward
         model(x).square().mean().backward()
-    assert waits_of(optimizer.step, place) == ["engine.norms"]  # all slices' at once
+    assert not any(waits_of(optimizer.step, place))

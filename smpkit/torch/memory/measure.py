@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod, finalize
 
 import torch
 from torch import Tensor
@@ -169,14 +169,22 @@ class Updates:
         self.num_updates = 0
         self.peak_bytes = 0
         """0: not known, or the CPU."""
-        self.handle = register_optimizer_step_post_hook(self._on_step)
+        on_step = WeakMethod(self._on_step)
+
+        def tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (method := on_step()) is not None:
+                method(optimizer)
+
+        # torch holds the hook: a model that the script drops before the choice must go all the same.
+        self.handle = register_optimizer_step_post_hook(tell)
+        finalize(self, self.handle.remove)
 
     @property
     def state_bytes(self) -> int:
         """The size of the states of all optimizers that have made a step, and of the masters that they update."""
         return sum(self._sizes.values())
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
         own = set(map(id, self._tensors()))
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         masters = [parameter for parameter in updated if id(parameter) not in own]

@@ -85,7 +85,6 @@ class Engine:
         self.link = link_for(device, DEADLINE_SECONDS)
         self.updater: Callable[[], OffloadOptimizer | None] = lambda: None
         """Returns what takes gradients during the backward: an optimizer with `overlap="backward"`."""
-        self.wants_norms = False
         self._resident = len(slices) - 1
         self._prefetch, self._group = prefetch, group
         self._slots = [_Slot() for _ in range(3)]
@@ -96,8 +95,6 @@ class Engine:
         """Gradients of the latest slice that are copied to the host, and the stream that made them."""
         self._homes: dict[int, Tensor] = {}
         """Buffers on the host for gradients, by slice."""
-        self._norms: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
-        """On the device, with the gradient that they are of, and its version."""
         self._versions: dict[int, list[int]] = {}
         """Of the parameters of entered slices."""
         self.is_in_forward = False
@@ -110,7 +107,8 @@ class Engine:
         """The slice whose forward runs."""
         self._before: dict[int, list[Tensor | None]] = {}
         """The gradients that parameters had before the backward of their slice."""
-        weakref.finalize(self, self.link.before_free)
+        # Not at exit: the end of the process must not wait for a GPU that hangs.
+        weakref.finalize(self, self.link.before_free).atexit = False
         self.changing = [
             parameter
             for piece in slices
@@ -254,12 +252,18 @@ class Engine:
         self._versions[index] = [parameter._version for parameter in self.slices[index].parameters]
 
     def _end(self, index: int) -> None:
-        self.leave(index)
         self._check_not_written(index, "a forward")
+        self.leave(index)
 
     def _check_not_written(self, index: int, where: str) -> None:
-        before = self._versions.pop(index, None)
-        if before is not None and before != [parameter._version for parameter in self.slices[index].parameters]:
+        piece, before = self.slices[index], self._versions.pop(index, None)
+        if before is None:
+            return
+        places = zip(piece.parameters, piece.masters if self.in_place else self._views[index], strict=True)
+        # EEGNet's layers set `weight.data` in forward, and no version tells; nn.LSTM's `flatten_parameters()`, too, but
+        # to the same values, which may be forgotten.
+        is_another = any(each.data_ptr() != place.data_ptr() and not torch.equal(each, place) for each, place in places)
+        if is_another or before != [parameter._version for parameter in piece.parameters]:
             raise UsageError(
                 f"{where} of slice {index} writes to a weight, which is a copy on the device and never comes back",
                 hint="change weights between steps (`with torch.no_grad(): weight.clamp_(...)`), not in a forward or in"
@@ -367,10 +371,6 @@ class Engine:
             return arrival
         for parameter, view in arrived:
             parameter.grad = view
-        if self.wants_norms and gradients:
-            norms = _norms([gradient for _, gradient in gradients])
-            for (parameter, view), norm in zip(arrived, norms, strict=True):
-                self._norms[parameter] = norm, view, view._version
         return arrival
 
     def _release(self) -> None:
@@ -420,18 +420,6 @@ class Engine:
             updater.forget()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
-
-    def norms(self) -> dict[nn.Parameter, Tensor]:
-        """Return norms of gradients that came with the last backward, on the host, if nobody has changed these."""
-        records, self._norms = self._norms, {}
-        if not records:
-            return {}
-        together = torch.stack([norm for norm, _, _ in records.values()]).cpu()
-        return {
-            parameter: norm
-            for norm, (parameter, (_, gradient, version)) in zip(together, records.items(), strict=True)
-            if parameter.grad is gradient and gradient._version == version
-        }
 
     @torch.no_grad()
     def _settle(self, slot: _Slot) -> None:
@@ -491,12 +479,6 @@ def _run_checked(*args: Any, **kwargs: Any) -> Any:
             hint="leave `inputs` out, and read `parameter.grad`; freeze what shall have none (requires_grad_(False))",
         )
     return _run_backward(*args, **kwargs)
-
-
-def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return norms in float32 at least: bfloat16 has three digits, and in float16 they overflow."""
-    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
-    return torch._foreach_norm(list(gradients), 2, dtype)
 
 
 def _check_arrival(reference: weakref.ref[Engine], parameter: Tensor) -> None:

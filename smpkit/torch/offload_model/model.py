@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
@@ -24,6 +25,7 @@ from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine, sources
 from smpkit.torch.offload_model.slices import (
     Balance,
+    Slice,
     check_layers,
     cut_layers,
     is_batched,
@@ -178,6 +180,7 @@ class OffloadModel(nn.Module):
             _check_equal(slices, process_group)
         undo = contextlib.ExitStack()
         _hook_state_dicts(model, self._engine, undo)
+        undo.callback(register_optimizer_step_post_hook(functools.partial(_note_step, slices)).remove)
         # `use_reentrant=True` around a block hides from us what the block returns, until it has run again in backward.
         patch_torch_checkpoint()
         if not self._is_chain:
@@ -310,6 +313,14 @@ class OffloadModel(nn.Module):
                 hint="convert the plain model before it is wrapped, or give dtype=torch.bfloat16 to compute in it",
             )
         return self
+
+
+def _note_step(slices: Sequence[Slice], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Publish what an optimizer has updated, perhaps through `.data`, as torch_optimizer's do: no version tells."""
+    updated = {each for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    for piece in slices:
+        if not updated.isdisjoint(piece.parameters):  # not those of the optimizers in an OffloadOptimizer's thread
+            piece.is_stale = True
 
 
 def _hook_state_dicts(model: nn.Module, engine: Engine, undo: contextlib.ExitStack) -> None:

@@ -104,7 +104,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._overlap = overlap
         self._updated: set[int] = set()
         """Slices that this backward has updated."""
-        engine.wants_norms = engine.wants_norms or max_grad_norm is not None
         if overlap == "backward":
             engine.updater = weakref.ref(self)
             hold_gradients(self)
@@ -198,13 +197,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Return by what gradients are to be multiplied; None: they stay as they are."""
         if self.max_grad_norm is None:
             return None
-        known = self._engine.norms()
-        norms = []
-        for parameter in self._own():
-            if (gradient := parameter.grad) is not None:
-                dtype = torch.promote_types(gradient.dtype, torch.float32)
-                norm = known.get(parameter)
-                norms.append(torch.linalg.vector_norm(gradient, dtype=dtype) if norm is None else norm)
+        # Not on the device as they leave it: GradScaler and `.grad.data.mul_(...)` change them, and no version tells.
+        gradients = [parameter.grad for parameter in self._own() if parameter.grad is not None]
+        norms = [
+            torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
+        ]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
         self.grad_norm = float(norm)
         # As in torch's clipping, a norm that is NaN makes all weights NaN.
@@ -327,7 +324,7 @@ def _move_states(optimizer: torch.optim.Optimizer) -> None:
     """Copy states to large pages, one after the other."""
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.is_contiguous():
+            if type(value) is Tensor and value.is_contiguous():  # no subclass, such as torchao's states of 8 bits
                 state[name] = zeros(value.numel(), value.dtype).view(value.shape).copy_(value)
 
 

@@ -197,6 +197,7 @@ class Slice:
     def wait_for_updates(self) -> None:
         """Block until no thread updates the parameters; raise what one has raised."""
         while self.updates:
+            self.updates[0].exception()  # waits; if Ctrl-C ends that, who waits next must know of the update
             self.updates.pop(0).result()
 
     def check_not_moved(self) -> None:

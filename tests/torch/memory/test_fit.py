@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +174,17 @@ def test_the_model_is_as_before_once_it_is_removed() -> None:
     assert ModuleCall.of(model.layers[0]).checkpointing is None
     run(model)
     smpkit.fit(model, device_gib=1).remove()
+
+
+def test_a_model_that_is_dropped_before_the_choice_goes() -> None:
+    """accelerate's `find_executable_batch_size` makes another one when the first step finds no memory."""
+    model = Model()
+    smpkit.fit(model, device_gib=1)
+    model(torch.ones(BATCH, WIDTH)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_evaluation_is_left_alone() -> None:

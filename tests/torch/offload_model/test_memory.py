@@ -204,3 +204,15 @@ def test_the_thread_has_the_models_device(monkeypatch: pytest.MonkeyPatch) -> No
     sgd.step()
     offloaded.synchronize()
     assert began == [CPU]
+
+
+def test_the_end_of_the_process_waits_for_no_copy() -> None:
+    """Of a GPU that hangs each wait would last ten minutes."""
+    held = OffloadModel(_layers(), CPU)
+    finalizers: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+    waits = [
+        each
+        for each in finalizers
+        if each.peek()[0] is held._engine and each.peek()[1] == held._engine.link.before_free
+    ]
+    assert [each.atexit for each in waits] == [False]

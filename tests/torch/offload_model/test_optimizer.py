@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
@@ -140,7 +140,10 @@ def test_a_norm_is_that_of_the_gradients_that_the_script_has_left() -> None:
         if changes:
             for number, parameter in enumerate(model.parameters()):
                 assert parameter.grad is not None
-                parameter.grad = parameter.grad * 2 if number else parameter.grad.mul_(2)
+                if number:
+                    parameter.grad = parameter.grad * 2
+                else:  # as fairseq does, and as torch's GradScaler: the version stays
+                    parameter.grad.data.mul_(2)
         optimizer.step()
         assert optimizer.grad_norm is not None
         norms.append(optimizer.grad_norm)
@@ -252,6 +255,36 @@ def test_killed_and_resumed_the_curve_is_the_same_to_the_bit(tmp_path: Path) -> 
     killed = curve(tmp_path / "b.pt", 5)
     resumed = curve(tmp_path / "b.pt", -1)
     assert killed[:4] + resumed == whole
+
+
+class Packed(Tensor):
+    """As the states of torchao's AdamW8bit: what is computed with it is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+class Packs(torch.optim.SGD):
+    """Has a state of another class."""
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self.param_groups[0]["params"]:
+            self.state[each].setdefault("packed", torch.zeros(2).as_subclass(Packed)).add_(1)
+        return super().step(closure)
+
+
+@everywhere
+def test_a_state_of_another_class_keeps_it() -> None:
+    _, model = make_pair()
+    optimizer = OffloadOptimizer(model, Packs, lr=0.1)
+    for _ in range(2):
+        model(torch.randn(5, 6)).sum().backward()
+        optimizer.step()
+    for state in optimizer.state_dict()["state"].values():
+        assert type(state["packed"]) is Packed
+        assert torch.equal(state["packed"].as_subclass(Tensor), torch.full((2,), 2.0))
 
 
 class Counts(torch.optim.SGD):

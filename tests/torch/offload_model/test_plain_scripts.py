@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UsageError
+from smpkit.torch.offload_model import model as module
 from smpkit.torch.offload_model.slices import Slice
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -28,10 +31,18 @@ def test_one_weight_is_saved_without_its_slice() -> None:
     assert file.tell() < 10_000
 
 
+class Zeroes(torch.optim.Optimizer):
+    """Writes through `.data`."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            each.data.zero_()
+
+
 @pytest.mark.parametrize("computed", [None, torch.bfloat16], ids=["fp32", "fp32-in-bf16"])
-@pytest.mark.parametrize("way", ["data", "evaluation"])
+@pytest.mark.parametrize("way", ["data", "evaluation", "optimizer"])
 def test_weights_written_past_their_versions_count(computed: torch.dtype | None, way: str) -> None:
-    """Averages are put in with `parameter.data.copy_`."""
+    """Averages are put in with `parameter.data.copy_`; torch_optimizer's rules update with `parameter.data.add_`."""
     model = OffloadModel(layers(), CPU, num_slices=2, dtype=computed)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.25)
     inputs = torch.ones(1, 4, dtype=computed)
@@ -42,6 +53,11 @@ def test_weights_written_past_their_versions_count(computed: torch.dtype | None,
     if way == "data":
         for parameter in model.parameters():
             parameter.data.zero_()
+    elif way == "optimizer":
+        model(inputs).float().sum().backward()
+        Zeroes(held, {}).step()
+        for parameter in held:
+            parameter.grad = None
     else:
         model.synchronize()
         for parameter in held:
@@ -83,6 +99,27 @@ def test_asking_for_parameters_costs_no_copy_before_the_step(
             assert all(parameter.grad is None for parameter in model.parameters())
     model.synchronize()
     assert sorted(published) == [0] * roundings + [1] * roundings  # and once when the optimizer was made
+
+
+class Moves(nn.Linear):
+    """Gives its weight other memory, as nn.LSTM's `flatten_parameters()` does on a GPU, which forwards often call."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clone()
+        return super().forward(value)
+
+
+def test_a_weight_that_a_forward_moves_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_the_host", lambda _: False)
+    plain = nn.Sequential(Moves(4, 4), nn.Tanh(), Moves(4, 4))
+    model = OffloadModel(copy.deepcopy(plain), CPU)
+    for _ in range(2):
+        for network in (plain, model):
+            network(torch.ones(3, 4)).sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
 
 
 class Fragile(nn.Module):

@@ -34,6 +34,14 @@ class Clamps(nn.Linear):
         return super().forward(value)
 
 
+class Renorms(nn.Linear):
+    """As EEGNet's layers do, and braindecode's."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.1)
+        return super().forward(value)
+
+
 def move(model: OffloadModel) -> None:
     parameter = next(model.parameters())
     parameter.data = parameter.data * 2
@@ -109,6 +117,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "a forward that writes": (
         lambda: wrap(nn.Sequential(Clamps(4, 4)))(torch.ones(1, 4)),
+        UsageError,
+        "a forward of slice 0 writes to a weight",
+    ),
+    "a forward that sets a weight": (
+        lambda: wrap(nn.Sequential(Renorms(4, 4)))(torch.ones(1, 4)),
         UsageError,
         "a forward of slice 0 writes to a weight",
     ),

@@ -6,6 +6,7 @@ Nothing depends on time: where nobody waits, the other order is certain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
@@ -86,6 +87,33 @@ def test_who_looks_at_weights_waits_for_their_updates(
         somebody_waits.set()
     assert not any(torch.equal(parameter, old) for parameter, old in zip(held, before, strict=True))
     del kept
+
+
+class Interrupted(Future[None]):
+    """Ctrl-C ends each wait for it."""
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            raise KeyboardInterrupt
+        return super().exception(timeout)
+
+    def result(self, timeout: float | None = None) -> None:
+        if not self.done():
+            raise KeyboardInterrupt
+        super().result(timeout)
+
+
+def test_after_an_interrupt_the_next_one_waits_for_the_update() -> None:
+    """In a notebook, Ctrl-C ends the wait and not the update: the next forward would read weights half updated."""
+    model = OffloadModel([nn.Linear(1, 1)], "cpu")
+    piece, update = model._engine.slices[0], Interrupted()
+    piece.updates.append(update)
+    with pytest.raises(KeyboardInterrupt):
+        model.synchronize()
+    assert piece.updates == [update]
+    update.set_result(None)
+    model.synchronize()
+    assert not piece.updates
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
