@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 import smpkit
+from benchmarks.activation_offload.blocks import Layers
 from benchmarks.activation_offload.contestants import torchs_own_checkpoint
 from benchmarks.common import table
 from benchmarks.simulated import begin, last_of
@@ -51,20 +51,6 @@ class _Work(torch.autograd.Function):
         return gradients[0] * weight, (gradients[0] * x).sum().view(1)
 
 
-class Model(nn.Module):
-    """Its layers, each checkpointed or not."""
-
-    def __init__(self, *, is_checkpointed: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
-        return x
-
-
 def row(copy: float, way: str, inputs: int = 0) -> list[str]:
     """Return the tenth step in forwards of a layer, its peak in inputs without the weights, and what was planned.
 
@@ -73,7 +59,8 @@ def row(copy: float, way: str, inputs: int = 0) -> list[str]:
     """
     begin(INPUT / (copy * FORWARD))
     gc.collect()  # what the last row has left would count in this one's limit
-    model = Model(is_checkpointed="checkpoint" in way).to("sim")
+    model = Layers(Layer() for _ in range(LAYERS)).to("sim")
+    model.is_checkpointed = "checkpoint" in way
     limit = torch.accelerator.memory_allocated() + inputs * INPUT
     fitted = smpkit.fit(model, device_gib=limit / 2**30, lead=2, min_bytes=0) if inputs else None
     offload = smpkit.offload_activations(model, lead=2, min_bytes=0) if "offload" in way else nullcontext()
