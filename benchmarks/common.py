@@ -1,22 +1,21 @@
-"""What all benchmarks do: ranks, turns, medians, tables, a line on the machine, a README and a record of results."""
+"""What all benchmarks do: options, turns, ratios, tables, a line on the machine, a README and a record of results.
+
+It runs without torch, which `benchmarks.ranks` needs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
 import statistics
-import time
-import warnings
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-
-from smpkit.testing import run_ranks
+from typing import TypeVar
 
 _T = TypeVar("_T")
 
@@ -33,17 +32,6 @@ def parser(doc: str | None, repetitions: int | None = None) -> argparse.Argument
     return options
 
 
-def on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """Call a function on ranks with one thread each, where runs are recorded as in a job; return what they return."""
-    return run_ranks(function, size, *arguments, timeout=1800, env={"SMPKIT_SUMMARY": "1"})
-
-
-def prepare_rank() -> None:
-    """Let a rank compute in one thread, and keep torch's warnings out of the tables."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-
-
 def take_turns(contestants: Mapping[str, Callable[[], _T]], turns: int, warm_ups: int = 1) -> dict[str, list[_T]]:
     """Call all contestants in each turn, and return what they return after the warm-ups.
 
@@ -58,25 +46,19 @@ def take_turns(contestants: Mapping[str, Callable[[], _T]], turns: int, warm_ups
     return results
 
 
-def seconds_until_all_are_done(step: Callable[[], object], settle: Callable[[], object] = lambda: None) -> float:
-    """Return the seconds of a step from a barrier until the last rank is done.
-
-    Args:
-        settle: waits for the device.
-    """
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    settle()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
-
-
 def ratio(ours: Sequence[float], theirs: Sequence[float], digits: int = 2) -> str:
     """Return how many times as long ours take: by the median, and in brackets by the fastest."""
     by_median, by_fastest = statistics.median(ours) / statistics.median(theirs), min(ours) / min(theirs)
     return f"{by_median:.{digits}f} ({by_fastest:.{digits}f})"
+
+
+def milliseconds(seconds: Iterable[float], digits: int = 0) -> str:
+    """Return the median."""
+    return f"{statistics.median(seconds) * 1e3:.{digits}f} ms"
+
+
+def mebibytes(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -85,33 +67,47 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def answer(*command: str) -> str:
+    """Return what a command prints; nothing where it is not there, fails, or takes too long."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def gpu() -> str:
+    """Return the name of the GPU."""
+    return answer("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0] or "no GPU"
+
+
 def machine() -> str:
     """Return what figures depend on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    torch = importlib.metadata.version("torch")
     return (
-        f"{os.cpu_count()} cores ({platform.machine()}), {device}, load average {os.getloadavg()[1]:.1f} over five"
-        f" minutes; {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}."
+        f"{os.cpu_count()} cores ({platform.machine()}), {gpu()}, load average {os.getloadavg()[1]:.1f} over five"
+        f" minutes; {platform.system()}, Python {platform.python_version()}, torch {torch}."
     )
 
 
-def report(readme: Path, part: str, text: str, options: argparse.Namespace, figures: object = None) -> None:
+def report(
+    script: str, part: str, text: str, options: argparse.Namespace, figures: object = None, about: str | None = ""
+) -> None:
     """Print a part's tables; write them between its marks in the README, unless the options say no, and to a folder.
 
     Args:
-        readme: of the benchmark; it has `<!-- PART: begin -->` and `<!-- PART: end -->`.
+        script: of the benchmark; the README beside it has `<!-- PART: begin -->` and `<!-- PART: end -->`.
         figures: what the tables were made of, for the record.
+        about: what is said before the line on the machine; None: the figures are the same on every machine.
     """
+    if about is not None:
+        text = f"{text}\n\n{about}{machine()}"
     print(f"{text}\n", flush=True)
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
         content = {"environment": machine(), "table": text.splitlines(), "rows": figures}
         (options.results / f"{part}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if not (options.quick or options.dry):
-        write(readme, part, text)
-
-
-def write(page: Path, part: str, text: str) -> None:
-    """Put a part's tables between its marks in a page."""
-    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+        page = Path(script).with_name("README.md")
+        begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+        before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+        page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")

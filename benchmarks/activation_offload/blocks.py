@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,17 +33,17 @@ class Block(nn.Module):
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
-class Decoder(nn.Module):
-    """Blocks, checkpointed one by one or not at all."""
+class Layers(nn.Module):
+    """Layers, checkpointed one by one or not at all."""
 
-    def __init__(self, width: int, heads: int, num_layers: int) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.is_checkpointed = False
         self.context_fn: Callable[[], Any] = noop_context_fn
         """The `context_fn` of selective checkpoints."""
         self.before_layer: Callable[[Tensor], object] = id
         """Called with each layer's input; one contestant needs that."""
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(num_layers))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -55,7 +55,14 @@ class Decoder(nn.Module):
         return x
 
 
-def train_step(model: Decoder, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
+class Decoder(Layers):
+    """Dense decoder blocks."""
+
+    def __init__(self, width: int, heads: int, num_layers: int) -> None:
+        super().__init__(Block(width, heads) for _ in range(num_layers))
+
+
+def train_step(model: Layers, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
     """Run forward inside of `around()` and backward; return the loss."""
     model.zero_grad(set_to_none=True)
     with around():

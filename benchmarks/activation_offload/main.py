@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from benchmarks.activation_offload import contestants, simulated, training
-from benchmarks.common import machine, parser, report, table
+from benchmarks.common import parser, report, table
 
 _VIRTUAL: Final = {"simulated", "policies"}
 """The same on every machine."""
@@ -42,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in parts[name]():
             print(json.dumps(row), flush=True)
             rows.append(row)
-        text = _tables(rows) if name in _VIRTUAL else f"{_tables(rows)}\n\n{machine()}"
-        report(Path(__file__).with_name("README.md"), name, text, chosen, rows)
+        report(__file__, name, _tables(rows), chosen, rows, about=None if name in _VIRTUAL else "")
     return 0
 
 

@@ -2,15 +2,14 @@
 
 What stands for a block and its input is small, and the device or its link is slowed down by as much. So copies take as
 long, compared with layers, as they would there, and every contestant's own code runs, with its streams, events and
-allocations. Python takes no time.
+allocations.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,15 +20,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import smpkit
 from benchmarks.activation_offload.blocks import Decoder, gradients_of
-from benchmarks.activation_offload.contestants import torchs_own_checkpoint
+from benchmarks.activation_offload.contestants import Around, torchs_own_checkpoint
+from benchmarks.simulated import H200_FLOPS, H200_LINK, Measured, begin, last_of
 from smpkit.plan.offload.simulate import OffloadTimeline, Rules, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.testing import simulated_device
-from smpkit.testing.simulated_device import Span, Speeds
-from smpkit.torch.offload import link
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.report import StepReport
 from smpkit.torch.recompute.region import run_checkpointed
@@ -38,32 +36,13 @@ BOUNDARY: Final = 64 << 10
 """Bytes of a layer's input."""
 WORKING: Final = 4 * BOUNDARY
 """What a layer holds while it runs, forward or backward, besides the input that is its boundary."""
-_UNTIMED: Final = 1e30
 Row = dict[str, str]
-
-
-def begin(speeds: Speeds) -> None:
-    """Measure from now on with these speeds."""
-    simulated_device.load()
-    simulated_device.configure(traced=True)
-    simulated_device.set_speeds(speeds)
-    simulated_device.set_policy("timed")
-    link._speeds.clear()  # a link measures its device once, and this one has just changed
-
-
-def overlap_share(spans: Sequence[Span], kernels: set[str]) -> float | None:
-    """Return the part of the time of copies in which one of these kernels runs; None without copies."""
-    work = sorted((span.begin, span.end) for span in spans if span.what in kernels)
-    copies = [(span.begin, span.end) for span in spans if span.what in ("copy to the host", "copy to the device")]
-    total = sum(end - begin for begin, end in copies)
-    hidden = sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in copies for first, last in work)
-    return hidden / total if total else None
 
 
 def _block_seconds(width: int) -> tuple[float, float]:
     """Return how long a forward of 32,768 tokens takes on an H200, and a copy of the block's input in bf16."""
     tokens = 32 << 10
-    return 2 * 12.25 * width**2 * tokens / 430e12, 2 * tokens * width / 50e9
+    return 2 * 12.25 * width**2 * tokens / H200_FLOPS, 2 * tokens * width / H200_LINK
 
 
 # --- boundaries of checkpointed layers --------------------------------------------------------------------------------
@@ -73,7 +52,6 @@ def _block_seconds(width: int) -> tuple[float, float]:
 class Stage:
     """The actions of a rank, its layers, and how long a layer and a copy of its input take."""
 
-    name: str
     actions: tuple[Action, ...]
     num_layers: int
     forward_seconds: float
@@ -107,7 +85,7 @@ def run_stage(
     engine: ActivationEngine | None,
     *,
     is_planned: bool = True,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    around: Around = nullcontext,
     make_output: Callable[[Tensor], Tensor] = lambda y: y,
 ) -> StepReport | None:
     """Run a step, and return the engine's report; gradients of the stage's outputs are ones.
@@ -176,38 +154,21 @@ class _Work(torch.autograd.Function):
         return gradient, None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One step in virtual time."""
-
-    seconds: float
-    peak_bytes: int
-    """The most that was allocated on the device, above what is when a step begins."""
-    stall_seconds: float | None
-    """As the engine itself reports it."""
-    overlap: float | None
-    """The part of all copy time in which a layer runs as well; None: nothing was copied."""
-
-
-Around = Callable[[], AbstractContextManager[object]]
-
-
 def measure(
     stage: Stage, lead: int | None = None, horizon: int | None = None, around: Around | None = None
-) -> Measured:
-    """Run three steps with smpkit's engine, or with `around` in its place, and return the last one's figures."""
-    begin(Speeds(_UNTIMED, _UNTIMED, stage.bytes_per_second, stage.bytes_per_second, latency=0.0, launch=0.0))
+) -> tuple[Measured, StepReport | None]:
+    """Run three steps with smpkit's engine, or with `around` in its place; return the last one's figures and report."""
+    begin(stage.bytes_per_second)
     engine = None
     if around is None:
         window, _ = stage.plan(lead, horizon)
         engine = make_engine(torch.device("sim"), lead=window.lead or "auto", horizon=horizon, min_bytes=0)
     layers = [_Layer(stage.forward_seconds)] * stage.num_layers
     leaf = torch.ones(1, device="sim", requires_grad=True)
-    for _ in range(3):
-        gc.collect()
-        before, began = torch.accelerator.memory_allocated(), simulated_device.now()
-        torch.accelerator.reset_peak_memory_stats()
-        simulated_device.timeline()
+    report: StepReport | None = None
+
+    def step() -> None:
+        nonlocal report
         report = run_stage(
             stage.actions,
             layers,
@@ -217,12 +178,11 @@ def measure(
             around=around or nullcontext,
             make_output=lambda y: y[:0].clone(),  # takes no memory until backward
         )
-    seconds, peak = simulated_device.now() - began, torch.accelerator.max_memory_allocated() - before
+
+    measured = last_of(3, step)
     if engine is not None:
         engine.close()
-    simulated_device.configure()
-    overlap = overlap_share(simulated_device.timeline(), {"sleep"})
-    return Measured(seconds, peak, None if report is None else report.stall_seconds, overlap)
+    return measured, report
 
 
 def stage_rows() -> Iterator[Row]:
@@ -234,20 +194,21 @@ def stage_rows() -> Iterator[Row]:
     }
     for width in (4096, 512, 256):
         forward, copy = _block_seconds(width)
-        for stage in (
-            Stage(f"no pipeline, width {width}", one_f_one_b(1, 1).actions[0], 16, forward, copy, is_pipelined=False),
-            Stage(f"first of 8, width {width}", one_f_one_b(8, 16).actions[0], 8, forward, copy, is_pipelined=True),
-        ):
+        for order, stage in {
+            "no pipeline": Stage(one_f_one_b(1, 1).actions[0], 16, forward, copy, is_pipelined=False),
+            "first of 8": Stage(one_f_one_b(8, 16).actions[0], 8, forward, copy, is_pipelined=True),
+        }.items():
             for name, around in contestants.items():
-                step, (_, plan) = measure(stage, around=around), stage.plan()
+                (step, _), (_, plan) = measure(stage, around=around), stage.plan()
+                overlap = step.overlap("sleep")
                 yield {
-                    "order": stage.name,
+                    "order": f"{order}, width {width}",
                     "copy / forward": f"{copy / forward:.2f}",
                     "": name,
                     "step": f"{1e3 * step.seconds:.1f} ms",
                     "stall": f"{max(0.0, 1e3 * (step.seconds - stage.compute_seconds)):.1f} ms",
                     "planned stall": "-" if around else f"{1e3 * plan.stall_seconds:.1f} ms",
-                    "copies hidden": "-" if step.overlap is None else f"{100 * step.overlap:.0f} %",
+                    "copies hidden": "-" if overlap is None else f"{100 * overlap:.0f} %",
                     "inputs held": f"{(step.peak_bytes - WORKING) / BOUNDARY:.0f}",
                     "planned": "-" if around else f"{plan.peak_bytes / BOUNDARY:.0f}",
                 }
@@ -269,10 +230,10 @@ def policy_rows() -> Iterator[Row]:
         forward, copy = _block_seconds(width)
         torch.manual_seed(0)
         model, x = Decoder(64, 1, 16), torch.randn(1, 64, 64)
-        rate = x.nbytes / copy
-        begin(Speeds(2 * 12.25 * 64**2 * 64 / forward, _UNTIMED, rate, rate, latency=0.0, launch=0.0))
-        model, x, expected = model.to("sim"), x.to("sim"), list[Tensor]()
+        expected: list[Tensor] = []
         for name, policy in contestants.items():
+            begin(x.nbytes / copy, 2 * 12.25 * 64**2 * 64 / forward)
+            model, x = model.to("sim"), x.to("sim")
             model.is_checkpointed = policy is not None
             model.context_fn = noop_context_fn if policy is None else _contexts(policy)
             offloads = name.startswith("smpkit")
@@ -282,7 +243,6 @@ def policy_rows() -> Iterator[Row]:
             same = all(map(torch.equal, gradients_of(model), expected))
             if policy is not None:
                 yield {"width": str(width), "": name, **figures, "gradients": "same bits" if same else "DIFFERENT"}
-        simulated_device.configure()
 
 
 def _contexts(policy: CheckpointPolicy) -> Any:
@@ -293,21 +253,22 @@ def _contexts(policy: CheckpointPolicy) -> Any:
 
 
 def _sixth_step(model: Decoder, x: Tensor) -> Row:
-    for _ in range(6):  # the engine learns how far ahead to load
+    held = 0
+
+    def step() -> None:
+        nonlocal held
         model.zero_grad(set_to_none=True)
-        torch.accelerator.synchronize()
-        gc.collect()
-        before, began = torch.accelerator.memory_allocated(), simulated_device.now()
-        simulated_device.timeline()
+        before = torch.accelerator.memory_allocated()
         y = model(x)
-        held = torch.accelerator.memory_allocated() - before
+        held = torch.accelerator.memory_allocated() - before - y.nbytes  # the caller holds that one
         y.backward(torch.ones_like(y))
-        torch.accelerator.synchronize()
-    seconds, spans = simulated_device.now() - began, simulated_device.timeline()
-    computing = sum(span.end - span.begin for span in spans if not span.what.startswith("copy to"))
+
+    measured = last_of(6, step)
+    computing = [span.end - span.begin for span in measured.spans if not span.what.startswith("copy to")]
+    products = sum(span.what == "aten::mm" for span in measured.spans)
     return {
         "inputs held after forward": f"{held / x.nbytes / len(model.layers):.2f}",
-        "matrix products": f"{sum(span.what == 'aten::mm' for span in spans) / len(model.layers):g}",
-        "step": f"{1e3 * seconds:.0f} ms",
-        "stall": f"{max(0.0, 1e3 * (seconds - computing)):.0f} ms",
+        "matrix products": f"{products / len(model.layers):g}",
+        "step": f"{1e3 * measured.seconds:.0f} ms",
+        "stall": f"{max(0.0, 1e3 * (measured.seconds - sum(computing))):.0f} ms",
     }

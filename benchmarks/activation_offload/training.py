@@ -6,13 +6,11 @@ Without a GPU the steps have a size that proves nothing.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,48 +19,41 @@ from torch import Tensor
 import smpkit
 from benchmarks.activation_offload.blocks import Decoder, gradients_of, train_step
 from benchmarks.activation_offload.contestants import CONTESTANTS, UNCHECKPOINTED, Absent
+from benchmarks.ranks import on_ranks
+from smpkit.testing import RankFailed
 
 Row = dict[str, Any]
 
 
 def rows(tokens: Sequence[int]) -> Iterator[Row]:
     """Yield a row per contestant and number of tokens, one contestant after the other."""
-    for name in CONTESTANTS:
+    for name, num_tokens in product(CONTESTANTS, tokens):
         if name == "torch save_on_cpu":  # takes 45 GB of host memory and more
             continue
-        command = [sys.executable, "-m", "benchmarks.activation_offload.training", name, *map(str, tokens)]
         try:
-            process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-            printed, why = process.stdout, f"exit status {process.returncode}, {process.stderr.strip()[-200:]}"
-        except subprocess.TimeoutExpired as late:
-            printed, why = (late.stdout or b"").decode(), "not done after 300 s"
-        finished = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-        yield from finished
-        for num_tokens in tokens[len(finished) :]:
-            yield {"table": f"Training step, {num_tokens} tokens", "contestant": name, "note": f"not run: {why}"}
+            [row] = on_ranks(trained, 1, name, num_tokens, timeout=300)
+        except RankFailed as error:
+            row = {"note": f"not run: {str(error).strip()[-200:]}"}
+        yield {"table": f"Training step, {num_tokens} tokens", "contestant": name, **row}
 
 
-def main() -> None:
-    """Train the contestant that the command line names, and print a row per number of tokens."""
-    name, *numbers = sys.argv[1:]
+def trained(name: str, num_tokens: int) -> Row:
+    """Train, and return times, memory, and whether the gradients are those of plain checkpointing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     width, heads, num_layers = (4096, 32, 16) if device.type == "cuda" else (64, 4, 2)
     torch.manual_seed(0)
     with device:
         model = Decoder(width, heads, num_layers).to(torch.bfloat16)
-    for tokens in map(int, numbers):
-        x = torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16)
-        try:
-            row = _trained(name, model, x)
-        except Absent as reason:
-            row = {"note": f"not run: {reason}"}
-        except torch.OutOfMemoryError:
-            row = {"note": "out of memory"}
-        print(json.dumps({"table": f"Training step, {tokens} tokens", "contestant": name, **row}), flush=True)
+    x = torch.randn(1, num_tokens, width, device=device, dtype=torch.bfloat16)
+    try:
+        return _measured(name, model, x)
+    except Absent as reason:
+        return {"note": f"not run: {reason}"}
+    except torch.OutOfMemoryError:
+        return {"note": "out of memory"}
 
 
-def _trained(name: str, model: Decoder, x: Tensor) -> Row:
-    """Return times, memory, and whether the gradients are those of plain checkpointing."""
+def _measured(name: str, model: Decoder, x: Tensor) -> Row:
     around: Any = nullcontext
 
     def step() -> float:
@@ -105,7 +96,3 @@ def _trained(name: str, model: Decoder, x: Tensor) -> Row:
         row |= {"stall ms": 1e3 * report.stall_seconds, "pinned GiB": report.peak_host_bytes / 2**30}
         offload.close()
     return row
-
-
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import smpkit.torch as smp
-from benchmarks.common import machine, parser, report, table, take_turns
+from benchmarks.common import parser, report, table, take_turns
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.recompute.region import run_checkpointed
 
@@ -91,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (module, x) in layers().items()
     }
     text = table(["module", *CONTESTANTS, "added / torch's", "with parking"], [row(*each) for each in found.items()])
-    about = f"{turns} turns of {CALLS} calls each, forward and backward, {machine()}"
-    report(Path(__file__).with_name("README.md"), "table", f"{text}\n\n{about}", options, found)
+    report(__file__, "table", text, options, found, f"{turns} turns of {CALLS} calls each, forward and backward, ")
     return 0
 
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import smpkit.torch as smp
-from benchmarks.common import machine, on_ranks, parser, prepare_rank, report, table, take_turns
+from benchmarks.common import milliseconds, parser, report, table, take_turns
+from benchmarks.ranks import on_ranks, train_on_squares
 
 STEPS = 10
 NO_SAVE = "no save"
@@ -27,13 +28,6 @@ REPLICAS = ("ranks", "each holds", "the busiest writes", "a blocking save")
 
 Save = Callable[[Path], Callable[[], object]]
 """Saves, or starts to; returns what waits for the end."""
-
-
-@smp.step
-def _train(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def contestants(model: Any, optimizer: Any) -> dict[str, Save]:
@@ -66,67 +60,57 @@ def contestants(model: Any, optimizer: Any) -> dict[str, Save]:
     }
 
 
-def measure(width: int, num_layers: int, turns: int) -> dict[str, Any]:
+def measure(folder: Path, width: int, num_layers: int, turns: int) -> dict[str, Any]:
     """Return for each contestant and turn: seconds in the call, and of ten steps with the end of the save.
 
-    The third figure is CPU seconds of both ranks, all threads.
+    The third figure is CPU seconds of both ranks, all threads. All save into one folder, as a training does.
     """
-    prepare_rank()
     smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})
     model, optimizer, x = _made(width, num_layers)
-    folder = _common_folder()  # one for all turns, as a training has one for all its saves
 
     def turn(save: Save) -> tuple[float, ...]:
-        dist.barrier()  # rank 0 has removed what the turn before saved
         start, cpu = time.perf_counter(), time.process_time()
         end = save(folder)
         held = time.perf_counter() - start
         for _ in range(STEPS):
             optimizer.zero_grad()
-            _train(model, x)
+            train_on_squares(model, x)
             optimizer.step()
         end()
         slowest = torch.tensor([held, time.perf_counter() - start], dtype=torch.float64)
         both = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         dist.all_reduce(both)
-        if smp.rank() == 0:
-            for saved in folder.iterdir():
-                shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
+        _empty(folder)
         return (*slowest.tolist(), both.item())
 
     saves: dict[str, Save] = {NO_SAVE: lambda _: lambda: None}
     turn(saves[NO_SAVE])  # makes the optimizer's states
     saves |= contestants(model, optimizer)
     times = take_turns({name: partial(turn, save) for name, save in saves.items()}, turns)
-    if smp.rank() == 0:
-        folder.rmdir()
     return {"times": times, "MiB": _sizes(model, optimizer)}
 
 
-def measure_replicas(width: int, num_layers: int, turns: int) -> list[str]:
+def measure_replicas(folder: Path, width: int, num_layers: int, turns: int) -> list[str]:
     """Return a row about ranks that hold the same: how much that is, how much the busiest one writes, and how long."""
-    prepare_rank()
     smp.init({"ddp": True})
     model, optimizer, x = _made(width, num_layers)
-    _train(model, x)
+    train_on_squares(model, x)
     optimizer.step()
 
     def turn() -> tuple[float, ...]:
-        folder = _common_folder()
         start = time.perf_counter()
         smp.save_checkpoint(folder, "step")
         seconds = time.perf_counter() - start
         own = sum(path.stat().st_size for path in (folder / "step_partial").glob(f"*_0_0_{smp.rank()}.*"))
         most = torch.tensor([own / 2**20, seconds], dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        if smp.rank() == 0:
-            shutil.rmtree(folder)
+        _empty(folder)
         return tuple(most.tolist())
 
     written, seconds = zip(*take_turns({"": turn}, turns)[""], strict=True)
     sizes = f"{_sizes(model, optimizer):.0f} MiB", f"{max(written):.1f} MiB"
-    return [str(smp.size()), *sizes, f"{1e3 * statistics.median(seconds):.0f} ms"]
+    return [str(smp.size()), *sizes, milliseconds(seconds)]
 
 
 def _made(width: int, num_layers: int) -> tuple[Any, Any, torch.Tensor]:
@@ -137,10 +121,12 @@ def _made(width: int, num_layers: int) -> tuple[Any, Any, torch.Tensor]:
     return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())), torch.randn(4, 32, width)
 
 
-def _common_folder() -> Path:
-    names = [tempfile.mkdtemp() if smp.rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return Path(str(names[0]))
+def _empty(folder: Path) -> None:
+    """Remove what a turn has saved, before the next one begins."""
+    if smp.rank() == 0:
+        for saved in folder.iterdir():
+            shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
+    dist.barrier()
 
 
 def _sizes(model: Any, optimizer: Any) -> float:
@@ -155,10 +141,10 @@ def text_of(found: Mapping[str, Any]) -> str:
     _, plain, plain_cpu = by_name.pop(NO_SAVE)
 
     def more(ours: Sequence[float], base: Sequence[float]) -> str:
-        return f"{1e3 * statistics.median(map(operator.sub, ours, base)):.0f} ms"
+        return milliseconds(map(operator.sub, ours, base))
 
     rows = [
-        [name, f"{1e3 * statistics.median(held):.0f} ms", more(spent, plain), more(cpu, plain_cpu)]
+        [name, milliseconds(held), more(spent, plain), more(cpu, plain_cpu)]
         for name, (held, spent, cpu) in by_name.items()
     ]
     heads = [f"save of {found['MiB']:.0f} MiB on each rank", "held", "cost of ten steps", "the same in CPU time"]
@@ -166,7 +152,7 @@ def text_of(found: Mapping[str, Any]) -> str:
     ours = by_name["smpkit, blocking=False"][0]
     medians = {who: statistics.median(map(operator.truediv, ours, by_name[name][0])) for who, name in others.items()}
     ratios = [f"`blocking=False` beside {who}: held {median:.2f} ×" for who, median in medians.items()]
-    without = f"{statistics.median(plain) * 1e3:.0f} ms, {statistics.median(plain_cpu) * 1e3:.0f} ms of CPU time"
+    without = f"{milliseconds(plain)}, {milliseconds(plain_cpu)} of CPU time"
     summary = f"{'; '.join(ratios)} (medians of ratios in a turn). Ten steps without a save: {without}."
     return f"{table(heads, rows)}\n\n{summary}"
 
@@ -176,12 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.add_argument("--replicas", type=int, metavar="RANKS", help="print a row about ranks that hold the same")
     options = parsed.parse_args(arguments)
     width, num_layers, turns = (64, 2, 1) if options.quick else (256, 4, options.repetitions)
-    if options.replicas:
-        print(table(REPLICAS, on_ranks(measure_replicas, options.replicas, width, num_layers, turns)[:1]))
-        return 0
-    found = on_ranks(measure, 2, width, num_layers, turns)[0]
-    text = f"{text_of(found)} Medians of {turns} turns, {machine()}"
-    report(Path(__file__).with_name("README.md"), "table", text, options, found)
+    with tempfile.TemporaryDirectory() as name:
+        if options.replicas:
+            row = on_ranks(measure_replicas, options.replicas, Path(name), width, num_layers, turns)[0]
+            print(table(REPLICAS, [row]))
+            return 0
+        found = on_ranks(measure, 2, Path(name), width, num_layers, turns)[0]
+    report(__file__, "table", f"{text_of(found)} Medians of {turns} turns.", options, found)
     return 0
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,7 +19,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import smpkit.torch as smp
-from benchmarks.common import machine, on_ranks, parser, prepare_rank, ratio, report, table, take_turns
+from benchmarks.common import milliseconds, parser, ratio, report, table, take_turns
+from benchmarks.ranks import on_ranks, train_on_squares
 from smpkit.torch.core.devices import wait_for_stream
 from smpkit.torch.core.runtime import state
 
@@ -34,22 +34,10 @@ Step = Callable[[], torch.Tensor]
 Wrapped = tuple[nn.Module, torch.optim.Optimizer]
 
 
-class Model(nn.Module):
-    """Transformer layers between two linear ones."""
-
-    def __init__(self, width: int, num_layers: int) -> None:
-        super().__init__()
-        self.inputs = nn.Linear(width, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(num_layers)
-        )
-        self.outputs = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inputs(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.outputs(x)
+def transformer(width: int, num_layers: int) -> nn.Sequential:
+    """Return transformer layers between two linear ones."""
+    layer = partial(nn.TransformerEncoderLayer, width, 4, 4 * width, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(width, width), *[layer() for _ in range(num_layers)], nn.Linear(width, width))
 
 
 # --- smpkit's features, and torch's for the same ----------------------------------------------------------------------
@@ -70,7 +58,7 @@ def with_sharded_states(model: nn.Module) -> Wrapped:
 
 def sharded(model: Any) -> Wrapped:
     mesh = init_device_mesh(state.device.type, (dist.get_world_size(),))
-    for layer in model.layers:
+    for layer in model[1:-1]:
         fully_shard(layer, mesh=mesh)
     return plain(fully_shard(model, mesh=mesh))
 
@@ -94,35 +82,24 @@ FEATURES: Final[Mapping[str, tuple[int, dict[str, Any], str, Callable[[nn.Module
 """Ranks, parameters, and its peer."""
 
 
-@smp.step
-def _train(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
-def smpkit_step(module: nn.Module, x: torch.Tensor) -> Step:
-    model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), LR))
-
+def step_of(run: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> Step:
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = _train(model, x).reduce_mean()
+        loss = run()
         optimizer.step()
         return loss
 
     return step
 
 
-def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Step:
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+def run_torch(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
 
-    return step
+
+def run_smpkit(model: smp.DistributedModel, x: torch.Tensor) -> torch.Tensor:
+    return train_on_squares(model, x).reduce_mean()
 
 
 # --- the measurement --------------------------------------------------------------------------------------------------
@@ -130,7 +107,6 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 def measure(feature: str, sizes: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
     """Measure one feature and its peer in turns, on the same weights and batches."""
-    prepare_rank()
     _, parameters, peer, wrap = FEATURES[feature]
     cells = []
     for size in sizes:
@@ -138,11 +114,15 @@ def measure(feature: str, sizes: Sequence[str], repetitions: int) -> list[dict[s
         smp.init(dict(parameters))
         width, num_layers, samples = SIZES[size]
         torch.manual_seed(0)
-        model = Model(width, num_layers)
+        model = transformer(width, num_layers)
         torch.manual_seed(1 + smp.rank())
         x = torch.randn(samples, LENGTH, width).to(state.device)
-        theirs = torch_step(*wrap(copy.deepcopy(model).to(state.device)), x)
-        steps = {peer: theirs, "smpkit": smpkit_step(model, x)}
+        theirs, optimizer = wrap(copy.deepcopy(model).to(state.device))
+        ours = smp.DistributedModel(model)
+        steps = {
+            peer: step_of(partial(run_torch, theirs, x), optimizer),
+            "smpkit": step_of(partial(run_smpkit, ours, x), smp.DistributedOptimizer(plain(ours)[1])),
+        }
         for _ in range(WARM_UPS):  # also for the bits: both train the same model
             torch.testing.assert_close(*[step() for step in steps.values()])
         times = take_turns({name: partial(timed, step) for name, step in steps.items()}, repetitions)
@@ -152,38 +132,35 @@ def measure(feature: str, sizes: Sequence[str], repetitions: int) -> list[dict[s
 
 def timed(step: Step) -> tuple[float, float]:
     """Return the seconds from a barrier until the last rank is done, and the mean processor time of all its threads."""
-    if smp.size() > 1:
-        dist.barrier()
+    dist.barrier()
     start, computed = time.perf_counter(), time.process_time()
     step()
     wait_for_stream(state.device)
-    seconds = torch.tensor([time.perf_counter() - start, time.process_time() - computed], dtype=torch.float64)
-    if smp.size() > 1:
-        dist.all_reduce(seconds[:1], dist.ReduceOp.MAX)
-        dist.all_reduce(seconds[1:], dist.ReduceOp.SUM)
-    return seconds[0].item(), seconds[1].item() / smp.size()
+    wall = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    processor = torch.tensor(time.process_time() - computed, dtype=torch.float64)
+    dist.all_reduce(wall, dist.ReduceOp.MAX)
+    dist.all_reduce(processor)
+    return wall.item(), processor.item() / smp.size()
 
 
 def row(cell: Mapping[str, Any]) -> list[object]:
     """Return times and their ratio, and the ratio of processor times."""
     (theirs, their_cpu), (ours, our_cpu) = (zip(*cell["times"][name], strict=True) for name in (cell["peer"], "smpkit"))
-    both = [f"{statistics.median(times) * 1e3:.1f} ms" for times in (theirs, ours)]
+    both = [milliseconds(times, digits=1) for times in (theirs, ours)]
     processor = f"{statistics.median(our_cpu) / statistics.median(their_cpu):.3f}"
     return [cell["feature"], cell["size"], cell["peer"], *both, ratio(ours, theirs, digits=3), processor]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, repetitions=200)
-    options.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES], help="of models (default: all)")
-    chosen = options.parse_args(arguments)
-    sizes, repetitions = (["small"], 3) if chosen.quick else (chosen.sizes, chosen.repetitions)
+    options = parser(__doc__, repetitions=200).parse_args(arguments)
+    sizes, repetitions = (["small"], 3) if options.quick else ([*SIZES], options.repetitions)
     cells = [
         cell for name, (ranks, *_) in FEATURES.items() for cell in on_ranks(measure, ranks, name, sizes, repetitions)[0]
     ]
     heads = ["feature", "model", "peer", "peer's step", "smpkit's step", "ratio of medians (fastest)"]
     text = table([*heads, "of processor time"], map(row, cells))
-    about = f"{repetitions} steps each, gloo over the loopback interface, {machine()}"
-    report(Path(__file__).with_name("README.md"), "table", f"{text}\n\n{about}", chosen, cells)
+    about = f"{repetitions} steps each, gloo over the loopback interface, "
+    report(__file__, "table", text, options, cells, about)
     return 0
 
 

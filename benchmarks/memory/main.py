@@ -16,55 +16,43 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import smpkit.torch as smp
-from benchmarks.common import machine, parser, report, table
+from benchmarks.common import mebibytes, parser, report, table
 from benchmarks.pipeline.models import Block, GPTSize
+from benchmarks.ranks import train_on_squares
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.testing import run_ranks, simulated_device
 
-PAGE: Final = Path(__file__).with_name("README.md")
 WIDTH, DEPTH, TOKENS, SAMPLES, STEPS = 256, 8, 256, 8, 3
 SIZE: Final = GPTSize(width=WIDTH, num_heads=4)
-MIB: Final = 2**20
 
 
-class Technique(NamedTuple):
-    """What is switched on."""
-
-    label: str
-    config: Mapping[str, Any]
-    checkpointing: bool = False
-    tensor_parallelism: bool = False
-
-
-TECHNIQUES: Final = {
-    "plain": Technique("nothing: two replicas (`ddp: true`)", {"ddp": True}),
-    "microbatches": Technique("`microbatches: 4`", {"ddp": True, "microbatches": 4}),
-    "checkpointing": Technique("activation checkpointing", {"ddp": True}, checkpointing=True),
-    "offloading": Technique(
-        "the same, and `offload_activations`", {"ddp": True, "offload_activations": True}, checkpointing=True
+TECHNIQUES: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    "plain": ("nothing: two replicas (`ddp: true`)", {"ddp": True}),
+    "microbatches": ("`microbatches: 4`", {"ddp": True, "microbatches": 4}),
+    "checkpointing": ("activation checkpointing", {"ddp": True}),
+    "offloading": ("the same, and `offload_activations`", {"ddp": True, "offload_activations": True}),
+    "bf16": ("`bf16: true`", {"ddp": True, "bf16": True}),
+    "shard": ("`shard_optimizer_state`", {"ddp": True, "shard_optimizer_state": True}),
+    "sharded": ("`sharded_data_parallel_degree: 2`", {"ddp": True, "sharded_data_parallel_degree": 2}),
+    "pipeline": (
+        "`pipeline_parallel_degree: 2`, `microbatches: 4`",
+        {"pipeline_parallel_degree": 2, "microbatches": 4},
     ),
-    "bf16": Technique("`bf16: true`", {"ddp": True, "bf16": True}),
-    "shard": Technique("`shard_optimizer_state`", {"ddp": True, "shard_optimizer_state": True}),
-    "sharded": Technique("`sharded_data_parallel_degree: 2`", {"ddp": True, "sharded_data_parallel_degree": 2}),
-    "pipeline": Technique(
-        "`pipeline_parallel_degree: 2`, `microbatches: 4`", {"pipeline_parallel_degree": 2, "microbatches": 4}
-    ),
-    "tensor": Technique(
-        "`tensor_parallel_degree: 2`", {"tensor_parallel_degree": 2, "ddp": True}, tensor_parallelism=True
-    ),
-    "both": Technique(
+    "tensor": ("`tensor_parallel_degree: 2`", {"ddp": True, "tensor_parallel_degree": 2}),
+    "both": (
         "pipeline, `microbatches: 4`, checkpointing and offloading",
         {"pipeline_parallel_degree": 2, "microbatches": 4, "offload_activations": True},
-        checkpointing=True,
     ),
-    "offload_model": Technique("`OffloadModel`, one rank, 8 slices, 4 microbatches", {}),
+    "offload_model": ("`OffloadModel`, one rank, 8 slices, 4 microbatches", {}),
 }
+"""What the table calls it, and the configuration."""
+CHECKPOINTED: Final = ("checkpointing", "offloading", "both")
 
 
 def _held(name: str) -> int:
@@ -88,32 +76,26 @@ def _before() -> int:
 
 def measured(name: str) -> tuple[int, int, float]:
     """Train, and return the rank's peak, what of it lay on offloading's host side, and processor time of a step."""
-    technique = TECHNIQUES[name]
-    smp.init(dict(technique.config))
+    _, config = TECHNIQUES[name]
+    smp.init(config)
     before = _before()
     torch.manual_seed(0)
-    with smp.tensor_parallelism(technique.tensor_parallelism):
+    with smp.tensor_parallelism("tensor_parallel_degree" in config):
         module = nn.Sequential(*(Block(SIZE) for _ in range(DEPTH)))
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-    if technique.checkpointing:
+    if name in CHECKPOINTED:
         smp.set_activation_checkpointing(module, strategy="each")
-
-    @smp.step
-    def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
-        loss = model(x).float().square().mean()
-        model.backward(loss)
-        return loss
 
     x = torch.randn(SAMPLES // smp.dp_size(), TOKENS, WIDTH)
     seconds = []
     for _ in range(STEPS):
         start = time.process_time()
         optimizer.zero_grad()
-        step(model, x)
+        train_on_squares(model, x)
         optimizer.step()
         seconds.append(time.process_time() - start)
-    host = smp.offload_report().peak_host_bytes if technique.config.get("offload_activations") else 0
+    host = smp.offload_report().peak_host_bytes if "offload_activations" in config else 0
     return _held("VmHWM") - before, host, statistics.median(seconds[1:])
 
 
@@ -159,14 +141,8 @@ def rows(names: Sequence[str]) -> Iterator[list[str]]:
         peak, host = max((peak - host, host) for peak, host, _ in ranks)
         seconds = sum(each for *_, each in ranks)
         base_bytes, base_seconds = base_bytes or peak, base_seconds or seconds
-        figures = [f"{peak / MIB:.0f} MiB", f"{host / MIB:.0f} MiB" if host else "", f"{1 - peak / base_bytes:.0%}"]
-        yield [TECHNIQUES[name].label, *figures, f"{seconds / base_seconds:.2f} ×"]
-
-
-COLUMNS: Final = (
-    *("technique", "device memory of the fuller rank", "on the host", "saved on the device"),
-    "processor time",
-)
+        figures = [mebibytes(peak), mebibytes(host) if host else "", f"{1 - peak / base_bytes:.0%}"]
+        yield [TECHNIQUES[name][0], *figures, f"{seconds / base_seconds:.2f} ×"]
 
 
 def main() -> None:
@@ -176,7 +152,8 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
     names = ["plain", *(chosen.only or [])] if chosen.only or chosen.quick else list(TECHNIQUES)
     chosen.dry |= bool(chosen.only)
-    report(PAGE, "table", f"{table(COLUMNS, rows(names))}\n\n{machine()}", chosen)
+    heads = ["technique", "device memory of the fuller rank", "on the host", "saved on the device", "processor time"]
+    report(__file__, "table", table(heads, rows(names)), chosen)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Ways to train within a memory, side by side on the simulated accelerator.
 
 Sixteen layers that save sixteen times their input, as a transformer's do, over three links. Layers only take time and
-memory; everything else is each contestant's own code, with its streams, events and allocations. Python takes no time,
-so the figures are the same on any machine and in each run.
+memory; everything else is each contestant's own code, with its streams, events and allocations.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 import smpkit
+from benchmarks.activation_offload.blocks import Layers
 from benchmarks.activation_offload.contestants import torchs_own_checkpoint
-from benchmarks.activation_offload.simulated import begin
 from benchmarks.common import table
+from benchmarks.simulated import begin, last_of
 from smpkit.testing import simulated_device
-from smpkit.testing.simulated_device import Speeds
 
 INPUT, SAVED, LAYERS, FORWARD = 64 << 10, 16, 16, 1e-3
 """Bytes of an input; inputs' worth of what a layer saves; layers; seconds of a forward."""
@@ -53,56 +51,39 @@ class _Work(torch.autograd.Function):
         return gradients[0] * weight, (gradients[0] * x).sum().view(1)
 
 
-class Model(nn.Module):
-    """Its layers, each checkpointed or not."""
-
-    def __init__(self, *, is_checkpointed: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
-        return x
-
-
 def row(copy: float, way: str, inputs: int = 0) -> list[str]:
     """Return the tenth step in forwards of a layer, its peak in inputs without the weights, and what was planned.
 
     Args:
         inputs: that `smpkit.fit` may use.
     """
-    rate = INPUT / (copy * FORWARD)
-    begin(Speeds(1e30, 1e30, rate, rate, latency=0.0, launch=0.0))
+    begin(INPUT / (copy * FORWARD))
     gc.collect()  # what the last row has left would count in this one's limit
-    model = Model(is_checkpointed="checkpoint" in way).to("sim")
+    model = Layers(Layer() for _ in range(LAYERS)).to("sim")
+    model.is_checkpointed = "checkpoint" in way
     limit = torch.accelerator.memory_allocated() + inputs * INPUT
     fitted = smpkit.fit(model, device_gib=limit / 2**30, lead=2, min_bytes=0) if inputs else None
     offload = smpkit.offload_activations(model, lead=2, min_bytes=0) if "offload" in way else nullcontext()
     optimizer = torch.optim.SGD(model.parameters(), 0.0, foreach=False)
+
+    def step() -> None:
+        with save_on_cpu(pin_memory=True) if "save_on_cpu" in way else nullcontext():
+            x = model(torch.ones(INPUT // 4, device="sim", requires_grad=True))
+        x.backward(torch.ones_like(x))
+        del x
+        optimizer.step()
+        optimizer.zero_grad()
+
     with torchs_own_checkpoint(), offload:
-        for _ in range(10):
-            gc.collect()
-            torch.accelerator.synchronize()
-            before, start = torch.accelerator.memory_allocated(), simulated_device.now()
-            torch.accelerator.reset_peak_memory_stats()
-            with save_on_cpu(pin_memory=True) if "save_on_cpu" in way else nullcontext():
-                x = model(torch.ones(INPUT // 4, device="sim", requires_grad=True))
-            x.backward(torch.ones_like(x))
-            del x
-            torch.accelerator.synchronize()
-            seconds, peak = simulated_device.now() - start, torch.accelerator.max_memory_allocated() - before
-            optimizer.step()
-            optimizer.zero_grad()
+        found = last_of(10, step)
     planned = ["", ""]
     if fitted is not None:
         fit, counts = fitted.report(), Counter(fitted.state_dict().values())
         choices = ", ".join(str(counts[choice]) for choice in ("keep", "offload", "recompute"))
-        planned = [choices, f"{fit.step_seconds / FORWARD:.1f}, {(fit.device_bytes - before) / INPUT:.0f}"]
+        peak = (fit.device_bytes - found.bytes_before) / INPUT
+        planned = [choices, f"{fit.step_seconds / FORWARD:.1f}, {peak:.0f}"]
         fitted.remove()
-    simulated_device.configure()
-    return [way, f"{seconds / FORWARD:.1f}", f"{peak / INPUT:.0f}", *planned]
+    return [way, f"{found.seconds / FORWARD:.1f}", f"{found.peak_bytes / INPUT:.0f}", *planned]
 
 
 def main() -> None:

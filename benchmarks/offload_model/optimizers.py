@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import _get_build_directory
 
-from benchmarks.offload_model import deepspeed_adam
+from benchmarks.common import table, take_turns
 from smpkit.torch.distributed.host_memory import zeros
 
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+FUSED: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False, "maximize": False}
 BASE = "torch fused AdamW, fp32 only"
-OURS = "torch fused AdamW, bf16 weights out (OffloadOptimizer)"
-TURNS, FEWEST_TURNS = 30, 5
+TURNS = 30
+
+Step = Callable[[], object]
 
 
-def measure(num_parameters: int, num_threads: int, seconds: float, *, deepspeed: bool) -> tuple[dict[str, float], int]:
-    """Return, by contestant, the least seconds of a step, and the number of steps of each.
-
-    They take turns on the same weights and gradients, thirty times, or until the time is up.
-
-    Args:
-        num_parameters: how many numbers a step goes through.
-        num_threads: that work on it.
-        seconds: for all turns; there are five at least.
-        deepspeed: whether its step is there.
-    """
-    torch.set_num_threads(num_threads)
-    contestants = make_contestants(num_parameters, deepspeed=deepspeed)
-    found: dict[str, list[float]] = {name: [] for name in contestants}
-    for step in contestants.values():
-        step()  # touches all memory
-    until = time.perf_counter() + seconds
-    for number in range(TURNS):
-        if number >= FEWEST_TURNS and time.perf_counter() > until:
-            break
-        for name, step in contestants.items():
-            start = time.perf_counter()
-            step()
-            found[name].append(time.perf_counter() - start)
-    return {name: min(times) for name, times in found.items()}, len(found[BASE])
+def optimizer_table(num_parameters: int) -> str:
+    """Measure with one thread and with two."""
+    missing = why_no_deepspeed()
+    least = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        steps = contestants(num_parameters, deepspeed=missing is None)
+        times = take_turns({name: partial(seconds_of, step) for name, step in steps.items()}, TURNS)
+        least.append({name: min(each) for name, each in times.items()})
+    rows = []
+    for name in least[0]:
+        cells = [(f"{each[name] / num_parameters * 1e9:.2f}", f"{each[name] / each[BASE]:.2f}") for each in least]
+        rows.append([name, *cells[0], *cells[1]])
+    text = f"AdamW on {num_parameters / 1e6:.1f} million parameters, the least of {TURNS} steps.\n\n"
+    text += table(["", "ns per parameter, 1 thread", "/ torch", "2 threads", "/ torch"], rows)
+    return text if missing is None else f"{text}\n\nDeepSpeedCPUAdam is left out: {missing}."
 
 
-def make_contestants(num_parameters: int, *, deepspeed: bool) -> dict[str, Callable[[], object]]:
+def seconds_of(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def contestants(num_parameters: int, *, deepspeed: bool) -> dict[str, Step]:
+    """Return steps on the same weights and gradients; but for one, all memory is smpkit's large pages."""
     torch.manual_seed(0)
     gradient, master, first, second = memory = [zeros(num_parameters) for _ in range(4)]
     weight = zeros(num_parameters, torch.bfloat16)
@@ -54,20 +58,39 @@ def make_contestants(num_parameters: int, *, deepspeed: bool) -> dict[str, Calla
     of_torch = [each.clone() for each in memory]
 
     def fused(gradient: Tensor, master: Tensor, first: Tensor, second: Tensor) -> None:
-        steps = [torch.tensor(2.0)]
-        options = OPTIONS | {"amsgrad": False, "maximize": False}
-        torch._fused_adamw_([master], [gradient], [first], [second], [], steps, **options)
+        torch._fused_adamw_([master], [gradient], [first], [second], [], [torch.tensor(2.0)], **OPTIONS, **FUSED)
 
     def ours() -> None:
         fused(*memory)
         weight.copy_(master)
 
-    contestants: dict[str, Callable[[], object]] = {
+    steps: dict[str, Step] = {
         BASE: lambda: fused(*memory),
-        OURS: ours,
+        "torch fused AdamW, bf16 weights out (OffloadOptimizer)": ours,
         "torch fused AdamW, fp32 only, in memory of torch": lambda: fused(*of_torch),
     }
     if deepspeed:
-        theirs = deepspeed_adam.step_of(master, gradient, first, second)
-        contestants["DeepSpeedCPUAdam, bf16 weights out"] = lambda: (theirs(), weight.copy_(master))
-    return contestants
+        theirs = deepspeed_step(master, gradient, first, second)
+        steps["DeepSpeedCPUAdam, bf16 weights out"] = lambda: (theirs(), weight.copy_(master))
+    return steps
+
+
+def why_no_deepspeed() -> str | None:
+    """Return why DeepSpeed's step cannot be used, or None. Compiling takes minutes, so that is not begun here."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    library = Path(_get_build_directory("cpu_adam", verbose=False), "cpu_adam.so")
+    return None if library.exists() else f"it is not compiled: there is no {library}"
+
+
+def deepspeed_step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> Step:
+    """Return a step on this memory, the states' too."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+
+    parameter = torch.nn.Parameter(master)
+    parameter.grad = gradient
+    optimizer = DeepSpeedCPUAdam([parameter], **OPTIONS)
+    step: Step = optimizer.step
+    step()  # makes states of its own, in memory of torch
+    optimizer.state[parameter].update(exp_avg=first, exp_avg_sq=second)
+    return step

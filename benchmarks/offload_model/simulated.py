@@ -7,7 +7,7 @@ a dense block of 12.25 d² parameters in bf16, d = 4096, takes on an H200. Pytho
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
@@ -15,17 +15,15 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.activation_offload.simulated import begin, overlap_share
+from benchmarks.simulated import H200_FLOPS, H200_LINK, UNTIMED, Measured, begin, last_of
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload.model import Machine, OffloadedModel, device_peak_bytes, step_time
-from smpkit.testing import simulated_device
-from smpkit.testing.simulated_device import Speeds
 from smpkit.torch.offload.link import AcceleratorLink
 
 _WIDTH, _NUM_BYTES = 64, 4
 _BLOCK: Final = 12.25 * 4096**2
-_FLOPS, _LINK = 430e12, 50e9
-_UNTIMED: Final = 1e30
+PRODUCT: Final = "aten::mm"
+"""The kernel that computes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Cell:
     def machine(self) -> Machine:
         """As the plan takes it."""
         flops, rate = 2 * self.num_rows * _WIDTH**2 / self.forward_seconds, self.slice_bytes / self.load_seconds
-        return Machine(flops, rate, rate, updated_parameters_per_second=_UNTIMED)
+        return Machine(flops, rate, rate, updated_parameters_per_second=UNTIMED)
 
     @property
     def model(self) -> OffloadedModel:
@@ -86,29 +84,11 @@ class Cell:
 
     def _in_slice_bytes(self) -> int:
         """Return what one microbatch needs in one slice: run one alone."""
-        begin(Speeds())
+        begin()
         layer = _layer().to("sim")
-        _run(layer, torch.zeros(self.num_rows, _WIDTH, device="sim", requires_grad=True))
-        torch.accelerator.synchronize()
-        gc.collect()
-        before = torch.accelerator.memory_allocated()
-        torch.accelerator.reset_peak_memory_stats()
-        _run(layer, torch.zeros(self.num_rows, _WIDTH, device="sim", requires_grad=True))
+        run = last_of(2, lambda: _run(layer, torch.zeros(self.num_rows, _WIDTH, device="sim", requires_grad=True)))
         # Without the weight's gradient, which is planned apart, and the result and its gradient, which are borders.
-        return torch.accelerator.max_memory_allocated() - before - self.slice_bytes - 2 * self.border_bytes
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One step in virtual time."""
-
-    seconds: float
-    peak_bytes: int
-    """Without the model's input and output, and the output's gradient."""
-    overlap: float | None
-    """The part of all copy time in which a matrix product runs as well."""
-    compute_seconds: float
-    """Seconds of the matrix products."""
+        return run.peak_bytes - self.slice_bytes - 2 * self.border_bytes
 
 
 def _layer() -> nn.Sequential:
@@ -147,35 +127,27 @@ def offloaded(layers: nn.Sequential, cell: Cell, *, prefetch: bool = True, fast:
     return model, optimizer, model.synchronize
 
 
-def measure(cell: Cell, make: Make = offloaded) -> Measured:
-    """Run four steps, and return the last one's figures."""
+def measure(cell: Cell, make: Make = offloaded) -> tuple[Measured, int]:
+    """Run four steps; return the last one's figures, and the peak without the borders that the caller holds."""
     machine = cell.machine
-    out, back = machine.out_bytes_per_second, machine.in_bytes_per_second
-    begin(Speeds(machine.flops_per_second, _UNTIMED, out, back, latency=0.0, launch=0.0))
+    begin(machine.out_bytes_per_second, machine.flops_per_second)
     torch.accelerator.synchronize()
     gc.collect()
     torch.manual_seed(0)
-    num_rows = cell.num_rows * cell.num_microbatches
     before = torch.accelerator.memory_allocated()
     forward, optimizer, wait = make(nn.Sequential(*[_layer() for _ in range(cell.num_slices)]), cell)
-    x = torch.randn(num_rows, _WIDTH, device="sim", requires_grad=True)
-    for _ in range(4):
-        wait()
-        torch.accelerator.synchronize()
-        began = simulated_device.now()
-        torch.accelerator.reset_peak_memory_stats()
-        simulated_device.timeline()
+    x = torch.randn(cell.num_rows * cell.num_microbatches, _WIDTH, device="sim", requires_grad=True)
+
+    def step() -> None:
         _run(forward, x)
         optimizer.step()
         optimizer.zero_grad()
         x.grad = None
         wait()
-        torch.accelerator.synchronize()
-    seconds, spans = simulated_device.now() - began, simulated_device.timeline()
-    peak = torch.accelerator.max_memory_allocated() - before - 3 * cell.num_microbatches * cell.border_bytes
-    simulated_device.configure()
-    compute = sum(each.end - each.begin for each in spans if each.what == "aten::mm")
-    return Measured(seconds, peak, overlap_share(spans, {"aten::mm"}), compute)
+
+    found = last_of(4, step)
+    callers = 3 * cell.num_microbatches * cell.border_bytes  # the model's input and output, and the output's gradient
+    return found, found.bytes_before + found.peak_bytes - before - callers
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -188,23 +160,27 @@ _CONTESTANTS: Final[dict[str, Make]] = {
 }
 
 
-def simulated_rows() -> list[dict[str, Any]]:
-    """Return a row per number of tokens and contestant."""
-    rows = []
+HEADS: Final = ("tokens", "", "step", "stall", "planned", "copies hidden", "device peak", "planned")
+
+
+def rows() -> Iterator[list[object]]:
+    """Yield a row per number of tokens and contestant."""
     for tokens, num_rows in ((32 << 10, 42), (8 << 10, 10), (2 << 10, 2)):
-        cell = Cell(8, num_rows, 1, 2 * _BLOCK * tokens / _FLOPS, 2 * _BLOCK / _LINK)
+        cell = Cell(8, num_rows, 1, 2 * _BLOCK * tokens / H200_FLOPS, 2 * _BLOCK / H200_LINK)
         for name, make in _CONTESTANTS.items():
-            found = measure(cell, make)
-            row = {
-                "tokens": tokens,
-                "name": name,
-                "seconds": found.seconds,
-                "stall": found.seconds - found.compute_seconds,
-                "overlap": found.overlap,
-                "slices": found.peak_bytes / cell.slice_bytes,
-            }
+            found, peak_bytes = measure(cell, make)
+            overlap = found.overlap(PRODUCT)
+            planned_stall, planned_peak = "-", "-"
             if make is offloaded:
-                row["planned stall"] = cell.planned_seconds - cell.compute_seconds
-                row["planned slices"] = cell.planned_peak_bytes() / cell.slice_bytes
-            rows.append(row)
-    return rows
+                planned_stall = f"{1e3 * (cell.planned_seconds - cell.compute_seconds):.1f} ms"
+                planned_peak = f"{cell.planned_peak_bytes() / cell.slice_bytes:.2f}"
+            yield [
+                tokens,
+                name,
+                f"{1e3 * found.seconds:.1f} ms",
+                f"{max(0.0, 1e3 * (found.seconds - found.seconds_of(PRODUCT))):.1f} ms",
+                planned_stall,
+                "-" if overlap is None else f"{100 * overlap:.0f} %",
+                f"{peak_bytes / cell.slice_bytes:.2f}",
+                planned_peak,
+            ]

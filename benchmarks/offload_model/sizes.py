@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import nn
 
+from benchmarks.common import mebibytes
 from benchmarks.offload_model.worker import Decoder
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload.model import WORKSPACE_BYTES, Machine, OffloadedModel, Update, device_peak_bytes, step_time
+from smpkit.torch.core.devices import wait_for_stream
 
 TINY = {"tiny": (128, 3)}
 SIZES = {"1.3 B": (2048, 52), "3 B": (3072, 53), "6.7 B": (4096, 67)}
 """Width and layers; a Decoder has 6 d² parameters."""
 TOKENS = (8 * 1024, 32 * 1024, 128 * 1024)
 LENGTH = 1024
+HEADS = ("model", "tokens", "clipped", "s/step", "planned", "TFLOP/s (6PN)", "peak", "planned", "reserved")
 
 
-def measure(width: int, layers: int, num_tokens: int, clip: float | None) -> dict[str, Any]:
-    """Return measured and predicted figures of one cell; without a GPU it runs on the CPU, which has no peaks."""
+def rows(models: Mapping[str, tuple[int, int]], tokens: Sequence[int]) -> Iterator[list[object]]:
+    """Yield measured and predicted figures of each cell; without a GPU it runs on the CPU, which has no peaks."""
+    for (name, (width, layers)), num_tokens, clip in product(models.items(), tokens, (None, 1.0)):
+        row: list[object] = [
+            name,
+            num_tokens,
+            "no" if clip is None else "yes",
+            *_figures(width, layers, num_tokens, clip),
+        ]
+        print(row, flush=True)
+        yield row
+
+
+def _figures(width: int, layers: int, num_tokens: int, clip: float | None) -> list[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -43,11 +59,10 @@ def measure(width: int, layers: int, num_tokens: int, clip: float | None) -> dic
     inputs = torch.randn(num_tokens // LENGTH, LENGTH, width, dtype=torch.bfloat16)
     seconds = []
     for _ in range(4):
-        settle(device)
         start = time.perf_counter()
         model(inputs).float().square().mean().backward()
         optimizer.step()
-        settle(device)
+        wait_for_stream(device)
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[1:])
     num_parameters = sum(parameter.numel() for parameter in plain.parameters())
@@ -55,17 +70,11 @@ def measure(width: int, layers: int, num_tokens: int, clip: float | None) -> dic
         num_parameters, layers, num_tokens, num_microbatches=microbatches, num_layers=layers, width=width
     )
     update = Update.OVERLAPPED if clip is None else Update.JUST_IN_TIME
-    return {
-        "seconds": median,
-        "predicted_seconds": step_time(planned, Machine(), update).total_seconds,
-        "useful_flops_per_second": 6 * num_parameters * num_tokens / median,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "predicted_peak_bytes": device_peak_bytes(planned) + WORKSPACE_BYTES,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
-    }
-
-
-def settle(device: torch.device) -> None:
-    """Wait until all of it is computed."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    return [
+        f"{median:.2f}",
+        f"{step_time(planned, Machine(), update).total_seconds:.2f}",
+        f"{6 * num_parameters * num_tokens / median / 1e12:.0f}",
+        mebibytes(torch.cuda.max_memory_allocated() if on_gpu else None),
+        mebibytes(device_peak_bytes(planned) + WORKSPACE_BYTES),
+        mebibytes(torch.cuda.max_memory_reserved() if on_gpu else None),
+    ]

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import math
-import resource
 import time
 import types
 from pathlib import Path
@@ -139,12 +138,10 @@ def pretend_cuda() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the most memory that this process has held."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux; its `ru_maxrss` begins with what the process held that started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Return the most memory that this process has held; `ru_maxrss` begins with what its parent held."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

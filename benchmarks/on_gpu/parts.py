@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -77,49 +76,52 @@ _TRANSPARENCY: Final = (
     "sharded_state",
 )
 _WORKERS: Final = ("-p", "xdist.plugin", "-n", "4", "--dist", "worksteal")
-_BENCHMARKS: Final = {
-    "activation-offload": (
-        "steps of 8192 tokens, all contestants",
-        170,
-        "activation_offload training",
-        "--tokens 8192",
-    ),
-    "offload-model": ("FairScale's benchmark", 100, "offload_model --only words", "--rounds 1"),
-    "pipeline-gpt": ("a GPT over two ranks", 90, "pipeline --only gpt", ""),
-    "tensor-parallel": ("blocks on two ranks", 90, "tensor_parallel", ""),
-    "offload-adamw": ("AdamW on the host", 100, "offload_model --only optimizer --build-seconds 1", ""),
-    "offload-model-sizes": (
+
+
+def _benchmark(name: str, title: str, seconds: float, command: str, *more: str, gpu: str | None = None) -> Part:
+    """Return a part that runs a benchmark.
+
+    Args:
+        command: the benchmark's folder, and arguments.
+        more: arguments with a GPU.
+        gpu: the one that it sees; by default all.
+    """
+    folder, *arguments = command.split()
+    start = ("-m", f"benchmarks.{folder}.main", *arguments)
+    environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    return Part(name, title, seconds, (*start, "--dry", *more), (*start, "--quick"), environment=environment)
+
+
+_TRAINING, _SIZES = "activation_offload training", "offload_model --only sizes"
+_BENCHMARKS: Final = (
+    _benchmark("activation-offload", "steps of 8192 tokens, all contestants", 170, _TRAINING, "--tokens", "8192"),
+    _benchmark("offload-model", "FairScale's benchmark", 100, "offload_model --only words", "--rounds", "1"),
+    _benchmark("pipeline-gpt", "a GPT over two ranks", 90, "pipeline --only gpt"),
+    _benchmark("tensor-parallel", "blocks on two ranks", 90, "tensor_parallel"),
+    _benchmark("offload-adamw", "AdamW on the host", 100, "offload_model --only optimizer"),
+    _benchmark(
+        "offload-model-sizes",
         "1.3 B parameters in slices",
         180,
-        "offload_model --only sizes",
-        "--models '1.3 B' --tokens 8192 32768",
+        _SIZES,
+        *("--models", "1.3 B", "--tokens", "8192", "32768"),
     ),
-    "activation-offload-long": (
+    _benchmark(
+        "activation-offload-long",
         "steps of 16384 and 32768 tokens, checkpointed",
         400,
-        "activation_offload training",
-        "--tokens 16384 32768",
+        _TRAINING,
+        *("--tokens", "16384", "32768"),
     ),
-}
-"""Title, limit, command, and what it takes besides with a GPU."""
-
-
-def _benchmarks() -> Iterator[Part]:
-    for name, (title, seconds, command, more) in _BENCHMARKS.items():
-        folder, *arguments = command.split()
-        start = ("-m", f"benchmarks.{folder}.main", *arguments)
-        quick = ("--quick", "--steps", "1") if "words" in command else ("--quick",)
-        yield Part(name, title, seconds, (*start, "--dry", *shlex.split(more)), (*start, *quick))
-    start = ("-m", "benchmarks.tune.main", *["--model", "gpt", "--ranks", "4"])
-    yield Part(
+    _benchmark(
         "tune",
         "predicted beside measured steps over 4 ranks that sleep",
         500,
-        (*start, "--steps", "3", "--json"),
-        (*start, *["--only", "1", "--steps", "1", "--seconds", "2"]),
-        environment={"CUDA_VISIBLE_DEVICES": ""},  # on cores, of which such a machine has enough for its ranks
-    )
-
+        "tune --model gpt --ranks 4",
+        *("--steps", "3"),
+        gpu="",  # on cores, of which such a machine has enough for its ranks
+    ),
+)
 
 PARTS: Final[tuple[Part, ...]] = (
     *_device_tests(),
@@ -130,7 +132,7 @@ PARTS: Final[tuple[Part, ...]] = (
         [f"tests/transparency/test_{name}.py" for name in _TRANSPARENCY],
         *_WORKERS,
     ),
-    *_benchmarks(),
+    *_BENCHMARKS,
 )
 
 

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-_ON_A_PAGE: Final = 30
+from pydantic import AliasChoices, BaseModel, Field
+
+from benchmarks.common import table
+
 BAD: Final = ("failed", "error")
+_COUNTED: Final = ("passed", "failed", "skipped", "not run")
 
 
-@dataclass(frozen=True)
-class Test:
+class Test(BaseModel):
     """How a test ended: passed, failed, error, skipped, or not run."""
 
     name: str
     outcome: str
-    seconds: float
+    seconds: float = 0.0
     text: str = ""
     """The end of its traceback, or why it was skipped."""
-    measured: Mapping[str, Any] = field(default_factory=dict)
-    """What it measured."""
+    measured: dict[str, Any] = Field(default={}, validation_alias=AliasChoices("measured", "found"))
+    """What it measured; the first run's record says `found`."""
+
+    @property
+    def last_line(self) -> str:
+        """What a traceback ends with: the error, not the place."""
+        lines = [line.strip() for line in self.text.strip().splitlines()]
+        errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
+        return (errors or lines[-1:] or [""])[0][:300]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(BaseModel):
     """How a part ended."""
 
     name: str
@@ -36,7 +44,7 @@ class Outcome:
     """`passed`, `failed`, `over its limit`, or `not run`: no time was left."""
     seconds: float = 0.0
     status: int | None = None
-    tests: tuple[Test, ...] = ()
+    tests: list[Test] = []
     output: str = ""
     """The end of what it printed; of a benchmark its tables."""
 
@@ -46,37 +54,32 @@ class Outcome:
         return self.state in ("passed", "failed")
 
 
-@dataclass
-class Record:
+class Record(BaseModel):
     """A run, perhaps in several goes."""
 
     facts: dict[str, str]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: list[Outcome] = []
 
     @classmethod
     def read(cls, folder: Path) -> Record:
         """Return what an earlier go has left; raise ValueError if it is not that."""
         try:
-            content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-            outcomes = [
-                Outcome(**{**each, "tests": tuple(Test(**test) for test in each["tests"])})
-                for each in content["outcomes"]
-            ]
-            return cls(dict(content["facts"]), {each.name: each for each in outcomes})
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            return cls.model_validate_json((folder / "results.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ValueError(f"{folder}/results.json is not what a run leaves: {error}") from error
+
+    def add(self, outcome: Outcome) -> None:
+        """Put it in the place of the part's earlier one."""
+        self.outcomes = [*(each for each in self.outcomes if each.name != outcome.name), outcome]
 
     def write(self, folder: Path) -> None:
         """Write all pages; each is replaced at once, so that who is killed meanwhile leaves the ones before."""
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes = list(self.outcomes.values())
         pages = {
-            "results.json": json.dumps(
-                {"facts": self.facts, "outcomes": [asdict(each) for each in outcomes]}, indent=1
-            ),
-            "summary.md": _summary(self.facts, outcomes),
-            "tables.md": "\n\n".join(_tables(outcomes)),
-            "failures.txt": "\n\n".join(_failures(outcomes)) or "Nothing has failed.",
+            "results.json": self.model_dump_json(indent=1),
+            "summary.md": _summary(self.facts, self.outcomes),
+            "tables.md": "\n\n".join(_tables(self.outcomes)),
+            "failures.txt": "\n\n".join(_failures(self.outcomes)) or "Nothing has failed.",
         }
         for name, text in pages.items():
             new = folder / f".{name}.new"
@@ -84,7 +87,7 @@ class Record:
             new.replace(folder / name)
 
 
-def tests_in(journal: Path, *, ended: str) -> tuple[Test, ...]:
+def tests_in(journal: Path, *, ended: str) -> list[Test]:
     """Return what a part's tests have reported.
 
     Args:
@@ -95,40 +98,43 @@ def tests_in(journal: Path, *, ended: str) -> tuple[Test, ...]:
     for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []:
         event = json.loads(line)
         for name in event.pop("collected", ()):
-            tests[name] = Test(name, "not run", 0.0)
+            tests[name] = Test(name=name, outcome="not run")
         # A test that failed may report its tear-down afterwards.
         if event and (event["name"] not in tests or tests[event["name"]].outcome not in BAD):
             tests[event["name"]] = Test(**event)
-    return tuple(
-        Test(test.name, "error", test.seconds, ended) if test.outcome == "started" else test for test in tests.values()
-    )
+    for test in tests.values():
+        if test.outcome == "started":
+            test.outcome, test.text = "error", ended
+    return list(tests.values())
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(facts: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
+def _summary(facts: dict[str, str], outcomes: Sequence[Outcome]) -> str:
     tests = [test for outcome in outcomes for test in outcome.tests]
     totals = ", ".join(f"{count} {name}" for name, count in _counts(tests).items())
-    rows = [["part", "", "passed", "failed", "skipped", "not run", "seconds"], ["---"] * 7, *map(_row, outcomes)]
-    lines = [f"# {facts['gpu']}, {facts['date']}", "", totals or "No test has run.", ""]
-    lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
-    failed = [f"- `{test.name}`: {_last_line(test.text)}" for test in tests if test.outcome in BAD]
-    skips = Counter(_last_line(test.text) for test in tests if test.outcome == "skipped")
-    sections = {
-        "Failed": [*failed[:_ON_A_PAGE], *["- the others are in failures.txt"] * (len(failed) > _ON_A_PAGE)],
-        "Skipped": [f"- {count}: {why}" for why, count in skips.most_common(10)],
-        "Measured": [*_measured(outcomes)][:_ON_A_PAGE],
+    skips = Counter(test.last_line for test in tests if test.outcome == "skipped")
+    lists = {
+        "Failed": [f"`{test.name}`: {test.last_line}" for test in tests if test.outcome in BAD],
+        "Skipped": [f"{count}: {why}" for why, count in skips.most_common(10)],
+        "Measured": list(_measured(tests)),
     }
-    for title, content in sections.items():
-        lines += [f"## {title}", "", *content, ""] if content else []
-    lines += ["Tables: tables.md. Everything else: failures.txt, results.json.", ""]
-    return "\n".join([*lines, facts["versions"], "", "```", facts["nvidia-smi"], "```"])
+    paragraphs = [
+        f"# {facts['gpu']}, {facts['date']}",
+        totals or "No test has run.",
+        table(["part", "", *_COUNTED, "seconds"], map(_row, outcomes)),
+        *(f"## {title}\n\n{_list(lines)}" for title, lines in lists.items() if lines),
+        "Tables: tables.md. Everything else: failures.txt, results.json.",
+        facts["versions"],
+        f"```\n{facts['nvidia-smi']}\n```",
+    ]
+    return "\n\n".join(paragraphs)
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: Outcome) -> list[object]:
     counts = _counts(outcome.tests)
-    cells = [str(counts[each]) if outcome.tests else "" for each in ("passed", "failed", "skipped", "not run")]
+    cells = [counts[each] if outcome.tests else "" for each in _COUNTED]
     return [f"{outcome.name}: {outcome.title}", outcome.state, *cells, f"{outcome.seconds:.0f}"]
 
 
@@ -136,21 +142,22 @@ def _counts(tests: Iterable[Test]) -> Counter[str]:
     return Counter("failed" if test.outcome in BAD else test.outcome for test in tests)
 
 
-def _measured(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    for test in (test for outcome in outcomes for test in outcome.tests):
-        if test.measured:
-            short = test.name.rpartition("/")[2]
-            yield f"- `{short}`: " + ", ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in test.measured.items()
-            )
+def _measured(tests: Iterable[Test]) -> Iterator[str]:
+    for test in tests:
+        figures = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in test.measured.items()]
+        if figures:
+            yield f"`{test.name.rpartition('/')[2]}`: {', '.join(figures)}"
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _tables(outcomes: Iterable[Outcome]) -> Iterator[str]:
     for outcome in outcomes:
         if not outcome.tests:
             yield f"# {outcome.name}: {outcome.title}\n\n{outcome.output.strip()}"
-    yield "# Measured by tests\n\n" + "\n".join(_measured(outcomes))
+    yield f"# Measured by tests\n\n{_list(_measured(test for outcome in outcomes for test in outcome.tests))}"
 
 
 def _failures(outcomes: Iterable[Outcome]) -> Iterator[str]:
@@ -158,10 +165,3 @@ def _failures(outcomes: Iterable[Outcome]) -> Iterator[str]:
         if outcome.state in ("failed", "over its limit") and outcome.output:
             yield f"=== {outcome.name}: {outcome.state}, status {outcome.status}\n\n{outcome.output}"
         yield from (f"--- {test.name}\n\n{test.text}" for test in outcome.tests if test.outcome in BAD)
-
-
-def _last_line(text: str) -> str:
-    """Return what a traceback ends with: the error, not the place."""
-    lines = [line.strip() for line in text.strip().splitlines()]
-    errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
-    return (errors or lines[-1:] or [""])[0][:300]

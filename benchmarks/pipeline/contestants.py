@@ -27,17 +27,18 @@ TORCH_SCHEDULES: Mapping[str, tuple[Any, int]] = {
 """Class and chunks of the model per rank."""
 
 
-@smp.step
-def _train(model: Any, loss_of: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+def train(model: Any, loss_of: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Do what `smp.step` runs for each microbatch."""
     loss = loss_of(model(inputs), targets)
     model.backward(loss)
     return loss
 
 
-def smpkit_step(
-    layers: nn.Sequential, chunks: Sequence[range], loss_of: Loss, inputs: Tensor, targets: Tensor, lr: float = 0.0
-) -> Step:
-    """Prepare smpkit's step; `smp.init` has been called with `auto_partition: False`.
+_train = smp.step(train)
+
+
+def smpkit_model(layers: nn.Sequential, chunks: Sequence[range]) -> smp.DistributedModel:
+    """Place the layers; `smp.init` has been called with `auto_partition: False`.
 
     Args:
         chunks: one range per rank and virtual stage, in the order of execution.
@@ -45,7 +46,14 @@ def smpkit_step(
     for partition, chunk in enumerate(chunks):
         for index in chunk:
             smp.set_partition(layers[index], partition)
-    model = smp.DistributedModel(layers)
+    return smp.DistributedModel(layers)
+
+
+def smpkit_step(
+    layers: nn.Sequential, chunks: Sequence[range], loss_of: Loss, inputs: Tensor, targets: Tensor, lr: float = 0.0
+) -> Step:
+    """Prepare smpkit's step; the arguments are those of `smpkit_model`, a loss and a batch."""
+    model = smpkit_model(layers, chunks)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr)) if lr else None
 
     def step() -> float:

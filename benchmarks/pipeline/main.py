@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from time import thread_time_ns
 from typing import Any, Final
 
 import torch
@@ -22,17 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from benchmarks.common import (
-    machine,
-    on_ranks,
-    parser,
-    prepare_rank,
-    report,
-    seconds_until_all_are_done,
-    table,
-    take_turns,
+from benchmarks.common import machine, parser, report, table, take_turns
+from benchmarks.pipeline.contestants import (
+    TORCH_SCHEDULES,
+    Step,
+    one_process,
+    smpkit_model,
+    smpkit_step,
+    torch_step,
+    train,
 )
-from benchmarks.pipeline.contestants import TORCH_SCHEDULES, Step, one_process, smpkit_step, torch_step
 from benchmarks.pipeline.models import (
     BACKWARD_SECONDS,
     FORWARD_SECONDS,
@@ -48,9 +46,9 @@ from benchmarks.pipeline.models import (
     gpt_loss,
     sleep_loss,
 )
+from benchmarks.ranks import on_ranks, seconds_until_all_are_done
 from smpkit.torch.core.runtime import state
 
-README: Final = Path(__file__).with_name("README.md")
 SMALL, LARGE = 16 * 1024, 8 * 1024 * 1024
 """Bytes of a message between stages."""
 WARM_UPS: Final = 5
@@ -68,25 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--counts", type=int, nargs="+", default=[8, 16, 32], help="microbatches of `sleep`")
     chosen = options.parse_args(arguments)
     quick, repetitions = chosen.quick, 2 if chosen.quick else chosen.repetitions
-    about = f"{repetitions} counted steps of each contestant, gloo over the loopback interface, {machine()}"
+    about = f"{repetitions} counted steps of each contestant, gloo over the loopback interface, "
     wanted = [chosen.only] if chosen.only else parts[:3]
     if "gpt" in wanted:
         cell = on_ranks(gpt_cell, 2, repetitions, quick)[0]
-        report(README, "gpt", f"{gpt_table(cell)}\n\n{about}", chosen, cell)
+        report(__file__, "gpt", gpt_table(cell), chosen, cell, about)
     if "sleep" in wanted:
         sizes, counts = ([2], [8]) if quick else (chosen.sizes, chosen.counts)
         pairs = [(count, num_bytes) for num_bytes in (SMALL, LARGE) for count in counts]
         cells = [cell for size in sizes for cell in on_ranks(sleep_cells, size, pairs, repetitions)[0]]
-        report(README, "sleep", f"{sleep_table(cells)}\n\n{about}", chosen, cells)
+        report(__file__, "sleep", sleep_table(cells), chosen, cells, about)
     if "schedules" in wanted:
         sizes, counts = ([2], [4]) if quick else ([2, 4], [8, 16])
         cells = [cell for size in sizes for cell in on_ranks(schedules_cells, size, counts, repetitions)[0]]
-        report(README, "schedules", f"{schedules_table(cells)}\n\n{about}", chosen, cells)
+        report(__file__, "schedules", schedules_table(cells), chosen, cells, about)
     for name, measure in {"overhead": overhead, "bytecodes": bytecodes, "masked": masked}.items():
         if name in wanted:
             figures = on_ranks(measure, 2, repetitions)
             rows = [[what, *[f"{each[what]:.4g}" for each in figures]] for what in figures[0]]
-            print(table([name, "rank 0", "rank 1"], rows), about, sep="\n\n")
+            print(table([name, "rank 0", "rank 1"], rows), about + machine(), sep="\n\n")
     return 0
 
 
@@ -108,7 +106,6 @@ def timed(contestants: Mapping[str, Callable[[], object]], repetitions: int) -> 
 
 def gpt_cell(repetitions: int, quick: bool) -> Cell:
     """Time the GPT on this rank's device: on a GPU that ranks share, values go over gloo."""
-    prepare_rank()
     size = TINY if quick else ON_A_GPU if torch.cuda.is_available() else GPTSize()
     init(size.num_microbatches)
     num, lr = size.num_microbatches, 0.05
@@ -151,25 +148,45 @@ def gpt_table(cell: Cell) -> str:
 # --- stages that sleep ------------------------------------------------------------------------------------------------
 
 
+def sleeping(
+    count: int,
+    make_layer: Callable[[], nn.Module],
+    per_rank: int = 1,
+    theirs: Sequence[str] = ("1F1B",),
+    ours: str = "smpkit",
+    **more: Any,
+) -> dict[str, Step]:
+    """Start smpkit, and return steps of smpkit's schedule and of torch's.
+
+    Args:
+        count: of microbatches.
+        make_layer: takes and returns values of any shape.
+        per_rank: how many layers a rank has.
+        theirs: torch's schedules.
+        ours: what smpkit's is called.
+        more: of smpkit's configuration.
+    """
+    init(count, **more)
+    num, zeros = per_rank * smp.size(), torch.zeros(count, 1)
+
+    def parts(per_stage: int) -> tuple[nn.Sequential, list[range]]:
+        layers = nn.Sequential(*[make_layer() for _ in range(num)])
+        return layers, [range(first, first + per_stage) for first in range(0, num, per_stage)]
+
+    steps: dict[str, Step] = {}
+    for name in theirs:
+        layers, chunks = parts(per_rank // TORCH_SCHEDULES[name][1])
+        steps[f"torch {name}"] = torch_step(name, layers, chunks, sleep_loss, zeros, zeros, num_microbatches=count)
+    layers, chunks = parts(per_rank // more.get("virtual_pipeline_degree", 1))
+    return steps | {ours: smpkit_step(layers, chunks, sleep_loss, zeros, zeros)}
+
+
 def sleep_cells(cells: Sequence[tuple[int, int]], repetitions: int) -> list[Cell]:
     """Time 1F1B of torch and smpkit's default, with so many microbatches and bytes of a message."""
-    prepare_rank()
     results = []
     for count, num_bytes in cells:
-        init(count)
-        size = smp.size()
-        chunks = [range(rank, rank + 1) for rank in range(size)]
-        zeros = torch.zeros(count, 1)
-
-        def layers(size: int = size, num_floats: int = num_bytes // 4) -> nn.Sequential:
-            return nn.Sequential(*[SleepLayer(num_floats) for _ in range(size)])
-
-        contestants = {
-            "torch 1F1B": torch_step("1F1B", layers(), chunks, sleep_loss, zeros, zeros, num_microbatches=count),
-            "smpkit": smpkit_step(layers(), chunks, sleep_loss, zeros, zeros),
-        }
-        times = timed(contestants, repetitions)
-        results.append({"size": size, "count": count, "bytes": num_bytes, "times": times, "live": _live()})
+        times = timed(sleeping(count, partial(SleepLayer, num_bytes // 4)), repetitions)
+        results.append({"size": smp.size(), "count": count, "bytes": num_bytes, "times": times, "live": _live()})
     return results
 
 
@@ -210,33 +227,14 @@ SCHEDULES: Final[tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...]] = (
 
 def schedules_cells(counts: Sequence[int], repetitions: int) -> list[Cell]:
     """Time every kind of schedule on two half layers per rank, whose backward can be split."""
-    prepare_rank()
     results = []
     for count in counts:
         times: Times = {}
         for name, more, theirs in SCHEDULES:
-            init(count, **more)
-            size, zeros = smp.size(), torch.zeros(count, 1)
-
-            def layers(num: int = 2 * size) -> nn.Sequential:
-                return nn.Sequential(*[HalvedSleepLayer(SMALL // 4, 2) for _ in range(num)])
-
-            contestants: dict[str, Step] = {}
-            for kind in theirs:
-                chunks = even(2 * size, size * TORCH_SCHEDULES[kind][1])
-                step = torch_step(kind, layers(), chunks, sleep_loss, zeros, zeros, num_microbatches=count)
-                contestants[f"torch {kind}"] = step
-            ours = even(2 * size, size * more.get("virtual_pipeline_degree", 1))
-            contestants[f"smpkit {name}"] = smpkit_step(layers(), ours, sleep_loss, zeros, zeros)
-            times |= timed(contestants, repetitions)
+            half = partial(HalvedSleepLayer, SMALL // 4)
+            times |= timed(sleeping(count, half, 2, theirs, f"smpkit {name}", **more), repetitions)
         results.append({"size": smp.size(), "count": count, "times": times})
     return results
-
-
-def even(num_layers: int, num_chunks: int) -> list[range]:
-    """Cut layers into chunks of the same size."""
-    size = num_layers // num_chunks
-    return [range(size * chunk, size * (chunk + 1)) for chunk in range(num_chunks)]
 
 
 def schedules_table(cells: Sequence[Cell]) -> str:
@@ -252,31 +250,18 @@ def schedules_table(cells: Sequence[Cell]) -> str:
 # --- the engine's own cost --------------------------------------------------------------------------------------------
 
 
-def engines(count: int) -> dict[str, Step]:
-    """Return steps with one layer per rank that computes next to nothing."""
-    init(count)
-    inputs, targets = torch.zeros(count, 8), torch.zeros(count, 1)
-    chunks = [range(rank, rank + 1) for rank in range(smp.size())]
-    batch = (chunks, sleep_loss, inputs, targets)
-    return {
-        "smpkit": smpkit_step(nn.Sequential(Scale(), Scale()), *batch),
-        "torch 1F1B": torch_step("1F1B", nn.Sequential(Scale(), Scale()), *batch, num_microbatches=count),
-    }
-
-
 def overhead(repetitions: int) -> dict[str, float]:
     """Return CPU microseconds of this thread per microbatch, which other load hardly changes."""
     os.environ["SMPKIT_SUMMARY"] = "0"  # torch measures nothing
-    prepare_rank()
     count = 32
 
     def spent(step: Step) -> float:
         dist.barrier()
-        started = time.thread_time_ns()
+        started = thread_time_ns()
         step()
-        return (time.thread_time_ns() - started) / 1000 / count
+        return (thread_time_ns() - started) / 1000 / count
 
-    steps = {name: partial(spent, step) for name, step in engines(count).items()}
+    steps = {name: partial(spent, step) for name, step in sleeping(count, Scale).items()}
     times = take_turns(steps, repetitions, WARM_UPS)
     median = {f"{name}, median, µs": statistics.median(each) for name, each in times.items()}
     return median | {f"{name}, fastest, µs": min(each) for name, each in times.items()}
@@ -285,7 +270,7 @@ def overhead(repetitions: int) -> dict[str, float]:
 def bytecodes(_repetitions: int) -> dict[str, float]:
     """Return how many bytecodes of Python one more microbatch takes: the same on every machine, however busy."""
     os.environ["SMPKIT_SUMMARY"] = "0"
-    few, many = ({name: bytecodes_of(step) for name, step in engines(count).items()} for count in (16, 32))
+    few, many = ({name: bytecodes_of(step) for name, step in sleeping(count, Scale).items()} for count in (16, 32))
     return {name: (many[name] - few[name]) / 16 for name in few}
 
 
@@ -310,44 +295,30 @@ def bytecodes_of(step: Callable[[], object]) -> int:
 # --- a loss of what a mask selects ------------------------------------------------------------------------------------
 
 IGNORED: Final = -100
+"""What `gpt_loss` ignores as well."""
 
 
-@smp.step
-def _masked(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    logits, mask = model(tokens), labels != IGNORED
-    loss = functional.cross_entropy(logits[mask], labels[mask])
-    model.backward(loss)
-    return loss
-
-
-@smp.step
-def _unmasked(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    loss = functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-    model.backward(loss)
-    return loss
+def masked_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = labels != IGNORED
+    return functional.cross_entropy(logits[mask], labels[mask])
 
 
 def masked(repetitions: int) -> dict[str, float]:
     """Return steps per second. Labels are ignored by chance: each call has another number of targets, and is new."""
-    prepare_rank()
     size = GPTSize(vocabulary=1024, context=64, num_layers=6)
     init(size.num_microbatches)
-    module = gpt(size)
-    for rank, layers in enumerate(cut(size.num_layers, smp.size())):
-        for index in layers:
-            smp.set_partition(module[index], rank)
-    model = smp.DistributedModel(module)
+    model = smpkit_model(gpt(size), cut(size.num_layers, smp.size()))
     generator = torch.Generator().manual_seed(0)
 
-    def step(train: Any) -> None:
+    def step(run: Any, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
         shape = size.num_microbatches * size.microbatch_size, size.context
         tokens = torch.randint(size.vocabulary, shape, generator=generator)
         labels = tokens.masked_fill(torch.rand(shape, generator=generator) < 0.5, IGNORED)
         model.zero_grad()
-        train(model, tokens, labels)
+        run(model, loss_of, tokens, labels)
 
-    steps = {"masked": partial(step, _masked), "unmasked": partial(step, _unmasked)}
-    times = timed(steps, repetitions)
+    losses = {"masked": masked_loss, "unmasked": gpt_loss}
+    times = timed({name: partial(step, smp.step(train), loss_of) for name, loss_of in losses.items()}, repetitions)
     median = {f"{name}, median": 1 / statistics.median(each) for name, each in times.items()}
     return median | {f"{name}, fastest": 1 / min(each) for name, each in times.items()}
 

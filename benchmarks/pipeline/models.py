@@ -39,21 +39,7 @@ class _Sleep(torch.autograd.Function):
         return gradient, torch.ones_like(weight)
 
 
-class SleepLayer(nn.Module):
-    """One stage: it makes a value of `num_floats` from a small input, or hands such a value on."""
-
-    def __init__(self, num_floats: int) -> None:
-        super().__init__()
-        self.num_floats = num_floats
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, value: Tensor) -> Tensor:
-        if value.shape[-1] != self.num_floats:
-            value = value.new_zeros(1, self.num_floats)
-        return _Sleep.apply(value, self.weight)
-
-
-class SleepOnWay(torch.autograd.Function):
+class _SleepOnWay(torch.autograd.Function):
     """Sleeps in forward, and in the half of backward that makes the gradient of the input."""
 
     @staticmethod
@@ -68,7 +54,7 @@ class SleepOnWay(torch.autograd.Function):
         return gradient, None, None
 
 
-class SleepForWeight(torch.autograd.Function):
+class _SleepForWeight(torch.autograd.Function):
     """Hands a weight on, and sleeps in the half of backward that makes its gradient."""
 
     @staticmethod
@@ -82,26 +68,34 @@ class SleepForWeight(torch.autograd.Function):
         return gradient, None
 
 
-class HalvedSleepLayer(nn.Module):
-    """A part of a stage whose backward takes as long for its input as for its weight.
+def sleep_in_halves(value: Tensor, weight: Tensor, forward_seconds: float, half_seconds: float) -> Tensor:
+    """Sleep in forward, and in backward once for the gradient of the value and once for that of the weight."""
+    way: Tensor = _SleepOnWay.apply(value, forward_seconds, half_seconds)
+    return way * _SleepForWeight.apply(weight, half_seconds)
 
-    Args:
-        parts: how many of them take the time of one SleepLayer.
-    """
 
-    def __init__(self, num_floats: int, parts: int) -> None:
+class SleepLayer(nn.Module):
+    """One stage: it makes a value of `num_floats` from a small input, or hands such a value on."""
+
+    def __init__(self, num_floats: int) -> None:
         super().__init__()
         self.num_floats = num_floats
-        self.forward_seconds = FORWARD_SECONDS / parts
-        self.half_seconds = BACKWARD_SECONDS / 2 / parts
         self.weight = nn.Parameter(torch.ones(1, 1))  # a matrix: gradients of vectors are not worth a second half
 
     def forward(self, value: Tensor) -> Tensor:
         if value.shape[-1] != self.num_floats:
             value = value.new_zeros(1, self.num_floats)
-        way: Tensor = SleepOnWay.apply(value, self.forward_seconds, self.half_seconds)
-        weight: Tensor = SleepForWeight.apply(self.weight, self.half_seconds)
-        return way * weight
+        return self.sleep(value)
+
+    def sleep(self, value: Tensor) -> Tensor:
+        return _Sleep.apply(value, self.weight)
+
+
+class HalvedSleepLayer(SleepLayer):
+    """Half a stage, whose backward takes as long for its input as for its weight."""
+
+    def sleep(self, value: Tensor) -> Tensor:
+        return sleep_in_halves(value, self.weight, FORWARD_SECONDS / 2, BACKWARD_SECONDS / 4)
 
 
 class Scale(nn.Module):

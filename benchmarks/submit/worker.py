@@ -98,25 +98,24 @@ def restart() -> None:
     CLOCK.update(wall=time.perf_counter(), cpu=time.process_time())
 
 
+TASKS = {
+    ("request", "smpkit"): request_of_smpkit,
+    ("request", "sdk2"): request_of_sdk2,
+    ("pack", "smpkit"): pack_of_smpkit,
+    ("pack", "sdk2"): pack_of_sdk2,
+}
+
+
 def main() -> None:
     task, who = sys.argv[1:]
-    tasks = {
-        ("request", "smpkit"): request_of_smpkit,
-        ("request", "sdk2"): request_of_sdk2,
-        ("pack", "smpkit"): pack_of_smpkit,
-        ("pack", "sdk2"): pack_of_sdk2,
+    size = TASKS[task, who]()
+    found = {
+        "wall": time.perf_counter() - CLOCK["wall"],
+        "cpu": time.process_time() - CLOCK["cpu"],
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "bytes": size,
     }
-    size = tasks[task, who]()
-    print(
-        json.dumps(
-            {
-                "wall": time.perf_counter() - CLOCK["wall"],
-                "cpu": time.process_time() - CLOCK["cpu"],
-                "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-                "bytes": size,
-            }
-        )
-    )
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_KINDS = {
-    "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-}
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")
 
 
 class Traffic(TorchDispatchMode):
@@ -39,7 +30,9 @@ class Traffic(TorchDispatchMode):
         return result
 
     def _count(self, name: str, values: list[Any]) -> None:
-        kind = next((_KINDS[prefix] for prefix in _KINDS if name.lstrip("_").startswith(prefix)), None)
+        # Of torch's names, such as `_allgather_base_` and `all_gather_into_tensor`, the letters.
+        letters = name.replace("_", "")
+        kind = next((kind for kind in _KINDS if letters.startswith(kind.replace("-", ""))), None)
         if kind is not None:
             sizes = [each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor)]
             self.messages[kind] += 1

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,20 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import smpkit.torch as smp
-from benchmarks.common import (
-    machine,
-    on_ranks,
-    parser,
-    prepare_rank,
-    ratio,
-    report,
-    seconds_until_all_are_done,
-    table,
-    take_turns,
-)
+from benchmarks.common import milliseconds, parser, ratio, report, table, take_turns
+from benchmarks.ranks import on_ranks, seconds_until_all_are_done
 from benchmarks.tensor_parallel.contestants import Block, dtensor_block, dtensor_mlp, mlp, smpkit_block, smpkit_mlp
 from benchmarks.tensor_parallel.counted import counted
-from smpkit.torch.core.devices import wait_for_stream
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel.layouts import Layout
 
@@ -40,29 +28,26 @@ WARM_UPS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, repetitions=30)
-    options.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: %(default)s)")
-    chosen = options.parse_args(arguments)
+    chosen = parser(__doc__, repetitions=30).parse_args(arguments)
     widths = [64] if chosen.quick else [512, 2048] if torch.cuda.is_available() else [64, 512]
     repetitions = 3 if chosen.quick else chosen.repetitions
-    cells = on_ranks(measure, chosen.ranks, repetitions, widths)[0]
+    cells = on_ranks(measure, 2, repetitions, widths)[0]
     heads = ["block", "width", "boundary", "smpkit", "DTensor", "ratio of medians (fastest)", "messages", "MiB"]
-    about = f"Medians of {repetitions} steps each, gloo over the loopback interface, {machine()}"
-    report(Path(__file__).with_name("README.md"), "table", f"{table(heads, map(row, cells))}\n\n{about}", chosen, cells)
+    about = f"Medians of {repetitions} steps each, gloo over the loopback interface, "
+    report(__file__, "table", table(heads, map(row, cells)), chosen, cells, about)
     return 0
 
 
 def row(cell: dict[str, Any]) -> list[object]:
     """Return times, their ratio, messages and bytes of a cell."""
     ours, theirs = cell["times"].values()
-    both = [f"{statistics.median(times) * 1e3:.2f} ms" for times in (ours, theirs)]
+    both = [milliseconds(times, digits=2) for times in (ours, theirs)]
     sent, size = " / ".join(map(str, cell["messages"])), " / ".join(f"{each / 2**20:.2f}" for each in cell["bytes"])
     return [cell["kind"], cell["width"], cell["boundary"], *both, ratio(ours, theirs), sent, size]
 
 
 def measure(repetitions: int, widths: Sequence[int]) -> list[dict[str, Any]]:
     """Measure all cells on this rank."""
-    prepare_rank()
     smp.init({"tensor_parallel_degree": int(os.environ["WORLD_SIZE"]), "ddp": True, "optimize": "speed"})
     mesh = init_device_mesh(state.device.type, (smp.size(),))
     return [
@@ -87,8 +72,7 @@ def cell(kind: str, width: int, boundary: Layout, mesh: DeviceMesh, repetitions:
     steps = {name: step_of(module, x) for name, module in modules.items()}
     take_turns(steps, WARM_UPS)
     traffic = [counted(step) for step in steps.values()]
-    settle = partial(wait_for_stream, state.device)
-    timed = {name: partial(seconds_until_all_are_done, step, settle) for name, step in steps.items()}
+    timed = {name: partial(seconds_until_all_are_done, step) for name, step in steps.items()}
     return {
         "kind": kind,
         "width": width,

@@ -10,9 +10,7 @@ The first configuration is measured once more at the end: what differs is noise.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
 import os
 import statistics
@@ -20,19 +18,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 import smpkit.torch as smp
-from benchmarks.common import table
-from benchmarks.pipeline.models import Block, GPTSize, SleepForWeight, SleepOnWay
+from benchmarks.common import parser, report, table
+from benchmarks.pipeline.models import GPTSize, gpt, gpt_loss, sleep_in_halves
+from benchmarks.ranks import seconds_until_all_are_done
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import ModelFacts
@@ -59,41 +57,24 @@ class Slow(nn.Module):
         self.seconds = 0.0
 
     def forward(self, value: Tensor) -> Tensor:
-        if not smp.is_tracing() and self.seconds:
-            seconds = value.shape[0] * self.seconds
-            value = SleepOnWay.apply(value, seconds, seconds)
-            value = value * SleepForWeight.apply(self.weight, seconds)
-        else:
-            value = value * self.weight
-        return self.inner(value)
+        if smp.is_tracing() or not self.seconds:
+            return self.inner(value * self.weight)
+        seconds = value.shape[0] * self.seconds
+        return self.inner(sleep_in_halves(value, self.weight, seconds, seconds))
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def slow_block() -> nn.Module:
-    block: Any = Block(GPTSize(width=WIDTH, num_heads=HEADS))
-    block.before_attention = Slow(block.before_attention)
-    return block
+def slow_gpt() -> nn.Module:
+    model: Any = gpt(GPTSize(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS))
+    for block in model[1:-1]:
+        block.before_attention = Slow(block.before_attention)
+    model[-1].logits = Slow(model[-1].logits)
+    return model
 
 
-class Gpt(nn.Module):
-    """A small GPT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(slow_block() for _ in range(LAYERS))
-        self.head = Slow(nn.Linear(WIDTH, VOCABULARY))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        value = self.embed(tokens)
-        for block in self.blocks:
-            value = block(value)
-        return self.head(value)
-
-
-def t5() -> nn.Module:
+def slow_t5() -> nn.Module:
     """Return Hugging Face's T5 with random weights, half of its blocks in the encoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -118,17 +99,19 @@ def t5() -> nn.Module:
     return model
 
 
-MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = {"gpt": Gpt, "t5": t5}
+MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = {"gpt": slow_gpt, "t5": slow_t5}
 
 
-def inputs(name: str, samples: int) -> Any:
-    tokens = torch.zeros(samples, CONTEXT, dtype=torch.int64)
-    return tokens if name == "gpt" else {"input_ids": tokens, "labels": tokens}
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    if isinstance(model.module, nn.Sequential):
+        return gpt_loss(model(tokens), tokens)
+    return model(input_ids=tokens, labels=tokens).loss
 
 
 def build(name: str) -> Any:
     """Return the model and a microbatch of one sample, for the description."""
-    return MODELS[name](), inputs(name, 1)
+    tokens = torch.zeros(1, CONTEXT, dtype=torch.int64)
+    return MODELS[name](), tokens if name == "gpt" else {"input_ids": tokens, "labels": tokens}
 
 
 def slow_parts(model: nn.Module) -> dict[str, Slow]:
@@ -181,16 +164,8 @@ def _config(stages: int, rounds: int, **more: Any) -> dict[str, Any]:
 
 
 @smp.step
-def _train_gpt(model: Any, tokens: Tensor) -> Tensor:
-    logits = model(tokens)
-    loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    model.backward(loss)
-    return loss
-
-
-@smp.step
-def _train_t5(model: Any, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+def _train(model: Any, tokens: Tensor) -> Tensor:
+    loss = loss_of(model, tokens)
     model.backward(loss)
     return loss
 
@@ -216,30 +191,24 @@ def _measure_one(name: str, config: dict[str, Any], seconds: Mapping[str, float]
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
     tokens = torch.zeros(SAMPLES // smp.dp_size(), CONTEXT, dtype=torch.int64)
-    train = _train_gpt if name == "gpt" else _train_t5
 
-    def step() -> float:
-        dist.barrier()
-        start = time.perf_counter()
+    def step() -> None:
         optimizer.zero_grad()
-        train(model, tokens)
+        _train(model, tokens)
         optimizer.step()
-        dist.barrier()
-        return time.perf_counter() - start
 
     # Of the fastest step, since other programs only add to it.
-    return min([step() for _ in range(WARM_UPS + steps)][WARM_UPS:])
+    return min([seconds_until_all_are_done(step) for _ in range(WARM_UPS + steps)][WARM_UPS:])
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def calibrated(ranks: int, seconds: float, path: Path | None) -> Machine:
+def calibrated(ranks: int, seconds: float) -> Machine:
     """Return this machine as predictions see it, its ranks' products being sleep on a device of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        if path is None or not path.exists():
-            path = path or Path(folder, "calibration.json")
-            _measure(ranks, seconds, path)
+        path = Path(folder, "calibration.json")
+        _measure(ranks, seconds, path)
         found = read_calibration(path)
     machine = from_calibration(found)
     awake = _gpt_flops() / machine.single_flops
@@ -252,38 +221,52 @@ def calibrated(ranks: int, seconds: float, path: Path | None) -> Machine:
     return replace(machine, single_flops=rate, parallel_ranks=ranks, on_host=False)
 
 
-def run(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Predict and measure all configurations."""
-    machine = calibrated(ranks, options.seconds, options.calibration)
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a step with a configuration."""
+
+    config: dict[str, Any]
+    predicted: float
+    measured: float
+
+
+def measured_rows(name: str, configs: Sequence[dict[str, Any]], ranks: int, steps: int, seconds: float) -> list[Row]:
+    """Predict and measure all configurations, the first one twice, once more at the end."""
+    machine = calibrated(ranks, seconds)
     model = describe(partial(build, name), other_sizes=True)
-    seconds = sleeps(model, MODELS[name]())
     job = Job({1: model}, machine, ranks, SAMPLES)
-    rows: list[dict[str, Any]] = []
-    configs = list(configurations(ranks))[: options.only]
     configs = [*configs, configs[0]]
-    of_ranks = run_ranks(measure_each, ranks, name, configs, seconds, options.steps, timeout=60 * len(configs))
-    for config, measured in zip(configs, zip(*of_ranks, strict=True), strict=True):
+    sleeping = sleeps(model, MODELS[name]())
+    fastest = run_ranks(measure_each, ranks, name, configs, sleeping, steps, timeout=60 * len(configs))[0]
+    rows = []
+    for config, measured in zip(configs, fastest, strict=True):
         checked, _ = ModelParallelConfig.from_sources(config, None)
         prediction = predict(checked, job)
         assert isinstance(prediction, Prediction), prediction
-        rows.append({"config": config, "predicted": prediction.step_seconds, "measured": max(measured)})
-    again = rows.pop()
-    return {"model": name, "ranks": ranks, "again": again["measured"], **summary(rows)}
+        rows.append(Row(config, prediction.step_seconds, measured))
+    return rows
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    chosen = min(rows, key=lambda row: row["predicted"])
-    best = min(row["measured"] for row in rows)
-    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
-    return {
-        "configurations": len(rows),
-        "spearman": spearman([row["predicted"] for row in rows], [row["measured"] for row in rows]),
-        "chosen": chosen["config"],
-        "chosen_over_best": chosen["measured"] / best,
-        "median_error": statistics.median(errors),
-        "largest_error": max(errors),
-        "rows": rows,
-    }
+def text_of(rows: Sequence[Row], case: str) -> str:
+    """Return the table, and what it comes to."""
+    *found, again = rows
+    more = again.measured / found[0].measured - 1
+    found.sort(key=lambda row: row.measured)
+    correlation = spearman([row.predicted for row in found], [row.measured for row in found])
+    chosen = min(found, key=lambda row: row.predicted).measured / found[0].measured
+    errors = [abs(row.predicted / row.measured - 1) for row in found]
+    lines = [[f"{row.predicted:.3f} s", f"{row.measured:.3f} s", words(row.config)] for row in found]
+    return (
+        f"{table(['predicted', 'measured', 'configuration'], lines)}\n\n"
+        f"{case}, {len(found)} configurations: Spearman {correlation:.3f}; the chosen one takes {chosen:.3f} × the best"
+        f" measured; median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; the first one took"
+        f" {more:+.1%} when it was measured again."
+    )
+
+
+def words(config: Mapping[str, Any]) -> str:
+    """Return a configuration as the table shows it."""
+    return ", ".join(f"{key} {value}" for key, value in config.items() if key != "ddp")
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -297,40 +280,22 @@ def _ranked(values: Sequence[float]) -> list[float]:
     return [sum(each < value for each in values) + (sum(each == value for each in values) - 1) / 2 for value in values]
 
 
-def words(config: Mapping[str, Any]) -> str:
-    """Return a configuration as the table shows it."""
-    return ", ".join(f"{key} {value}" for key, value in config.items() if key != "ddp")
-
-
-def text_of(found: dict[str, Any]) -> str:
-    """Return the table, and what it comes to."""
-    rows = sorted(found["rows"], key=lambda row: row["measured"])
-    times = [[f"{row['predicted']:.3f} s", f"{row['measured']:.3f} s", words(row["config"])] for row in rows]
-    again = found["again"] / found["rows"][0]["measured"] - 1
-    result = (
-        f"{found['model']} over {found['ranks']} ranks, {found['configurations']} configurations: Spearman"
-        f" {found['spearman']:.3f}; the chosen one takes {found['chosen_over_best']:.3f} × the best measured; median"
-        f" error {found['median_error']:.1%}, largest {found['largest_error']:.1%}; the first one took {again:+.1%}"
-        " when it was measured again."
-    )
-    return f"{table(['predicted', 'measured', 'configuration'], times)}\n\n{result}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=[*MODELS], action="append", help="default: both")
-    parser.add_argument("--ranks", type=int, choices=[4, 8], action="append", help="default: both")
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: %(default)s)")
-    parser.add_argument("--only", type=int, help="the first so many configurations")
-    parser.add_argument("--seconds", type=float, default=15, help="for the calibration (default: %(default)s)")
-    parser.add_argument("--calibration", type=Path, help="read it if it is there, else write it")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
-    options = parser.parse_args(arguments)
-    for name in options.model or MODELS:
-        for ranks in options.ranks or (4, 8):
-            found = run(name, ranks, options)
-            print(json.dumps(found), file=sys.stderr, flush=True)
-            print(json.dumps(found) if options.json else text_of(found), flush=True)
+    options = parser(__doc__)
+    options.add_argument("--model", choices=[*MODELS], action="append", help="default: both")
+    options.add_argument("--ranks", type=int, choices=[4, 8], action="append", help="default: both")
+    options.add_argument("--steps", type=int, default=5, help="counted steps of each (default: %(default)s)")
+    options.add_argument("--seconds", type=float, default=15, help="for the calibration (default: %(default)s)")
+    chosen = options.parse_args(arguments)
+    chosen.dry = True  # a table for each case is too much for the README
+    for name, ranks in product(chosen.model or MODELS, chosen.ranks or (4, 8)):
+        configs = list(configurations(ranks))
+        if chosen.quick:
+            rows = measured_rows(name, configs[:1], ranks, steps=1, seconds=2)
+        else:
+            rows = measured_rows(name, configs, ranks, chosen.steps, chosen.seconds)
+        case = f"{name} over {ranks} ranks"
+        report(__file__, case, text_of(rows, case), chosen, list(map(asdict, rows)))
     return 0
 
 
