@@ -251,7 +251,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def reload_model_params(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the model's weights into the master weights, after the script has changed them itself.
 
-        After `model.load_state_dict` that is done already.
+        The next step does it, too, and so does `model.load_state_dict`.
         """
         if self.masters is not None:
             self.masters.copy_from_model()
@@ -262,7 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Copy weights that were loaded into the model into their masters (called by `model.load_state_dict`)."""
         if self.masters is not None:
-            self.masters.copy_from_model(keep_if_rounded=True)
+            self.masters.copy_from_model()
 
     def scale_for_backward(self) -> float:
         """Return the loss scale of the coming backward (called by `model.backward`)."""
