@@ -37,8 +37,10 @@ from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
 _OF_ALL: Final = re.compile("LBFGS|Prodigy|DAdapt.*|.*SAM")
 """The names of rules that go by a norm or a sum over all parameters, which they add up themselves."""
-_OF_MATRICES: Final = frozenset({"Adafactor", "Muon"})
-"""Rules, of torch and others, in which the update of an element depends on its row, its column or its whole matrix."""
+_OF_MATRICES: Final = frozenset(
+    {"Adafactor", "AdamP", "Kron", "LARS", "Lamb", "Lars", "Muon", "NovoGrad", "NvNovoGrad", "SGDP", "SOAP", "Shampoo"}
+)
+"""Rules, of torch, timm and others, in which the update of an element depends on its row, column or whole matrix."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
