@@ -101,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_torchs_scaler() -> None:
-    """Refuse torch's own scaler in steps, until `smp.shutdown()`, where ranks have different gradients.
+    """Refuse torch's own scaler for losses of the model, until `smp.shutdown()`, where ranks have different gradients.
 
     Each rank would look at its own alone: one would skip an update that the others make. `fully_shard` asks all ranks.
     """
@@ -111,7 +111,9 @@ def refuse_torchs_scaler() -> None:
 
     @functools.wraps(original)
     def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-        if state.step is not None and scaler.is_enabled() and not isinstance(scaler, GradScaler):
+        # Outside of steps the model of a pipeline gets no gradients: there it scales the loss of something else.
+        is_ours = state.step is not None or state.pp_size == 1
+        if is_ours and scaler.is_enabled() and not isinstance(scaler, GradScaler):
             raise UsageError(
                 f"a loss was scaled by torch's `{type(scaler).__name__}`, which looks for overflows in this rank's"
                 " gradients alone, but others have other parts of the model's",

@@ -41,12 +41,13 @@ from smpkit.torch.model_checks import (
     refuse_join,
     refuse_layers_dropped_by_rank,
     refuse_parameters_beyond_model,
+    refuse_updates_in_half,
     refuse_what_one_rank_trains,
     watch_users_model,
 )
 from smpkit.torch.model_parts import ModelParts, alias_module
 from smpkit.torch.offloading import Offloading, offloads
-from smpkit.torch.optim.gradient_norm import clip_whole_models_with_torch
+from smpkit.torch.optim.gradient_norm import clip_whole_models_with_torch, end_accumulation_before
 from smpkit.torch.pipeline.one_stage import OneStage
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
@@ -445,6 +446,10 @@ def _adapt_torch(module: nn.Module, *, accumulates: bool) -> None:
     """Adapt or refuse what torch would compute from this rank's part alone, or wait for on ranks that never come."""
     clip_whole_models_with_torch(accumulates=accumulates)
     refuse_torchs_scaler()
+    if accumulates:
+        state.reset_hooks.append(register_optimizer_step_pre_hook(end_accumulation_before).remove)
+    if half_dtype(state.cfg) is not None and state.cfg.sharded_data_parallel_degree == 1:
+        state.reset_hooks.append(register_optimizer_step_pre_hook(refuse_updates_in_half).remove)
     if state.pp_size > 1:
         state.reset_hooks.append(register_optimizer_step_pre_hook(refuse_what_one_rank_trains).remove)
         for each in module.modules():

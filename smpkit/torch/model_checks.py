@@ -153,6 +153,19 @@ def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[to
             raise _beyond_model_error(each)
 
 
+def refuse_updates_in_half(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse an optimizer that is not wrapped to update weights in half precision, without masters and loss scale."""
+    model = state.model
+    for each in (each for group in optimizer.param_groups for each in group["params"]):
+        is_half = each.dtype in (torch.float16, torch.bfloat16) and each.requires_grad and each.grad is not None
+        if is_half and model is not None and each in model.placement:
+            raise UsageError(
+                f"{type(optimizer).__name__} would update weights in half precision, which loses small updates: with"
+                " `fp16` and `bf16` the master weights and the loss scale are in smp.DistributedOptimizer",
+                hint="wrap it, `optimizer = smp.DistributedOptimizer(optimizer)`, one for all parameters of the model",
+            )
+
+
 def refuse_what_one_rank_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Refuse to train beside a pipeline, by another optimizer of torch's, what steps gave gradients on one rank alone.
 

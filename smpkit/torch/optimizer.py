@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -37,8 +37,12 @@ from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
 _OF_ALL: Final = re.compile("LBFGS|Prodigy|DAdapt.*|.*SAM")
 """The names of rules that go by a norm or a sum over all parameters, which they add up themselves."""
-_OF_MATRICES: Final = frozenset({"Adafactor", "Muon"})
-"""Rules, of torch and others, in which the update of an element depends on its row, its column or its whole matrix."""
+_SWITCHES: Final = frozenset({"train", "eval"})
+"""Methods by which optimizers without a schedule go to the weights that they train or evaluate, and back."""
+_OF_MATRICES: Final = frozenset(
+    {"Adafactor", "AdamP", "Kron", "LARS", "Lamb", "Lars", "Muon", "NovoGrad", "NvNovoGrad", "SGDP", "SOAP", "Shampoo"}
+)
+"""Rules, of torch, timm and others, in which the update of an element depends on its row, column or whole matrix."""
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
 
 
@@ -119,7 +123,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # All of them, in any precision: a part in float32 is its own master weight.
             return [[self.model_parameter(each) for each in group["params"]] for group in self.param_groups]
         part = self._part_with(name)
-        return getattr(self.optimizer if part is None else part, name)
+        value = getattr(self.optimizer if part is None else part, name)
+        return functools.partial(self._switch, value) if name in _SWITCHES and callable(value) else value
+
+    def _switch(self, switch: Callable[[], Any]) -> Any:
+        """Let an optimizer without a schedule change the weights, and bring them where an update brings them."""
+        result = switch()
+        if self.masters is not None:
+            self.masters.copy_to_model()
+        if (zero1 := _zero1_partition()) is not None:
+            zero1.broadcast_updated()
+        return result
 
     def _part_with(self, name: str) -> Any:
         """Return the master weights or the optimizer inside, whichever has a member of this name first; else None."""
@@ -170,7 +184,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._clip(state.cfg.sdp_gradient_clipping)
             else:
                 closure = self._clip_after(closure, state.cfg.sdp_gradient_clipping)
+        self._refuse_pieces()
         zero1 = _zero1_partition()
+        with (
+            contextlib.nullcontext() if zero1 is None else zero1.hide_unowned_gradients(),
+            self._holding_hooks() as hooks,
+        ):
+            if self.masters is not None:
+                result = self.masters.step(functools.partial(self.optimizer.step, **options))
+            else:
+                arguments = () if closure is None else (closure,)
+                result = self.optimizer.step(*arguments, **options)
+        if self.masters is None or not self.masters.overflow:
+            if zero1 is not None:
+                zero1.broadcast_updated()
+            for hook in hooks:
+                hook(self.optimizer, (), options)
+        return result
+
+    def _refuse_pieces(self) -> None:
+        """Refuse a rule that looks at whole matrices where this rank has pieces."""
         rules = _rules_of(self.optimizer)
         # Torch gathers the matrices of sharded data parallelism for Muon, and cannot do so for any Adafactor.
         divides = state.cfg.sharded_data_parallel_degree > 1 and "Adafactor" in rules
@@ -180,15 +213,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f" {'sharded data' if divides else 'tensor'} parallelism has pieces",
                 hint="use another optimizer, or a degree of 1",
             )
-        with contextlib.nullcontext() if zero1 is None else zero1.hide_unowned_gradients():
-            if self.masters is not None:
-                result = self.masters.step(functools.partial(self.optimizer.step, **options))
-            else:
-                arguments = () if closure is None else (closure,)
-                result = self.optimizer.step(*arguments, **options)
-        if zero1 is not None and not (self.masters is not None and self.masters.overflow):
-            zero1.broadcast_updated()
-        return result
+
+    @contextlib.contextmanager
+    def _holding_hooks(self) -> Iterator[list[Callable[..., Any]]]:
+        """Keep post-hooks of the step until the model has the new weights, which they read or change; yield them."""
+        hooks = getattr(self.optimizer, "_optimizer_step_post_hooks", {})
+        held = dict(hooks) if self.masters is not None or _zero1_partition() is not None else {}
+        for number in held:
+            del hooks[number]
+        try:
+            yield list(held.values())
+        finally:
+            hooks.update(held)
 
     def zero_grad(self, set_to_none: bool = True, **options: Any) -> None:
         """Clear the gradients of this rank's parameters.
@@ -252,7 +288,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def reload_model_params(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the model's weights into the master weights, after the script has changed them itself.
 
-        After `model.load_state_dict` that is done already.
+        The next step does it, too, and so does `model.load_state_dict`.
         """
         if self.masters is not None:
             self.masters.copy_from_model()
@@ -263,7 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Copy weights that were loaded into the model into their masters (called by `model.load_state_dict`)."""
         if self.masters is not None:
-            self.masters.copy_from_model(keep_if_rounded=True)
+            self.masters.copy_from_model()
 
     def scale_for_backward(self) -> float:
         """Return the loss scale of the coming backward (called by `model.backward`)."""

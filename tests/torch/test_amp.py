@@ -140,6 +140,11 @@ def test_torchs_own_is_refused_where_ranks_have_different_gradients() -> None:
     assert off.scale(torch.ones(())) == 1
     smp.shutdown()
     assert torch.amp.GradScaler.scale.__module__ == "torch.amp.grad_scaler"
+    # Without a step, too: the owner of a gradient would skip the update in which the others wait for it.
+    smp.init({"ddp": True, "shard_optimizer_state": True})
+    wrapped = smp.DistributedModel(build())
+    with pytest.raises(UsageError, match="scaled by torch's `GradScaler`"):
+        torch.amp.GradScaler("cpu").scale(wrapped(batch(0)).sum())
 
 
 # --- one process -----------------------------------------------------------------------------------------------------

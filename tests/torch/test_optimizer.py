@@ -198,9 +198,10 @@ def test_before_init_it_says_what_to_call() -> None:
 
 
 OTHERS: Any = type("Adafactor", (torch.optim.SGD,), {})  # the one of Transformers has the name, and nothing of torch's
+LAMB: Any = type("Lamb", (torch.optim.SGD,), {})  # timm's: it goes by the norms of matrices
 SAM: Any = type("SAM", (torch.optim.SGD,), {})  # it climbs by a norm of all gradients
 PIECES = {
-    "tensor_parallel_degree": (torch.optim.Adafactor, torch.optim.Muon, OTHERS, SAM),
+    "tensor_parallel_degree": (torch.optim.Adafactor, torch.optim.Muon, OTHERS, LAMB, SAM),
     "sharded_data_parallel_degree": (torch.optim.Adafactor, OTHERS, torch.optim.LBFGS),
 }
 
@@ -217,3 +218,46 @@ def test_rules_that_look_at_more_than_a_rank_has_are_refused(degree: str) -> Non
         model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(UnsupportedError, match=f"{rule.__name__} looks at (whole matrices|all parameters)"):
             smp.DistributedOptimizer(rule(model.parameters())).step(lambda: 0.0)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Goes to the weights that it evaluates and back, as `schedulefree.AdamWScheduleFree` does."""
+
+    def eval(self) -> None:
+        self._add(1.0)
+
+    def train(self) -> None:
+        self._add(-1.0)
+
+    @torch.no_grad()
+    def _add(self, distance: float) -> None:
+        for parameter in self.state:
+            parameter.add_(distance)
+
+
+@pytest.mark.parametrize("config", [{"shard_optimizer_state": True}, {"bf16": True}], ids=str)
+@on_ranks(2)
+def test_hooks_after_a_step_and_switches_have_the_new_weights_of_the_model(config: dict[str, Any]) -> None:
+    """An average that a hook keeps lagged a step behind, and evaluation ran with the weights for training."""
+    smp.init({"ddp": True, **config})
+    module = nn.Linear(2, 2)
+    seen: list[set[float]] = []
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(ScheduleFree(model.parameters(), lr=1.0, momentum=0.9))
+
+    def weights(*_: Any) -> None:
+        seen.append({each.item() for parameter in model.parameters() for each in parameter.flatten()})
+
+    handle = optimizer.register_step_post_hook(weights)
+    model.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.eval()
+    weights()
+    optimizer.train()
+    weights()
+    assert seen == [{0.0}, {1.0}, {0.0}]
+    handle.remove()
+    optimizer.step()
+    assert len(seen) == 3

@@ -94,6 +94,13 @@ def end_accumulation() -> None:
         state.model.data_parallel.end_accumulation()
 
 
+def end_accumulation_before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Do so before an update of the model by an optimizer that is not wrapped."""
+    own = set() if state.model is None else set(map(id, state.model.local_parameters()))
+    if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+        end_accumulation()
+
+
 def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 

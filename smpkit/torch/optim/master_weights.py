@@ -54,6 +54,10 @@ class MasterWeights:
         self._dtype = dtype
         self._weights: dict[torch.Tensor, nn.Parameter] = {}
         """The model's parameter by its master."""
+        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
+        """How often a master and its weight had been changed in place when they last agreed, by the master."""
+        self._with_data: set[int] = set()
+        """The ids of those whose `.data` the script has had since: no version tells what it wrote there."""
         self._pending_state: Mapping[str, Any] | None = None
         self._unscaled = False
         self._warned = False
@@ -73,6 +77,8 @@ class MasterWeights:
             for position, (parameter, number) in enumerate(zip(group["params"], numbers, strict=False)):
                 trained = parameter.requires_grad or number in loaded
                 if parameter.dtype == self._dtype and trained and model.owns(parameter):
+                    if not self._weights:
+                        self._watch_data()
                     group["params"][position] = self._make_master(parameter)
         if self._pending_state is not None:
             values, self._pending_state = self._pending_state, None
@@ -84,6 +90,7 @@ class MasterWeights:
         # Marks of tensor parallelism, which norms and state dicts read, and whatever the user has written on it.
         master.__dict__.update(vars(parameter))
         self._weights[master] = parameter
+        self._versions[master] = master._version, parameter._version
         states = self._optimizer.state
         if parameter in states:
             states[master] = {
@@ -114,21 +121,59 @@ class MasterWeights:
 
     def masters(self) -> dict[int, nn.Parameter]:
         """Return this rank's masters by the id of the model's parameter."""
-        self.create_missing()
+        self._follow_model()
         return {id(weight): cast("nn.Parameter", master) for master, weight in self._weights.items()}
 
-    def copy_from_model(self, *, keep_if_rounded: bool = False) -> None:
-        """Make the masters equal to the model's weights, which something else than the optimizer has changed.
+    def copy_to_model(self) -> None:
+        """Round the masters into the model's weights."""
+        with torch.no_grad():
+            _copy(self._weights.values(), self._weights.keys())
+        self._versions = {master: (master._version, weight._version) for master, weight in self._weights.items()}
+        self._with_data.clear()
 
-        `keep_if_rounded`: but leave masters that differ from their weight by its rounding only.
+    def copy_from_model(self, masters: Iterable[torch.Tensor] | None = None) -> None:
+        """Copy weights that something else than the optimizer has changed into their masters, by default into all.
+
+        Masters that differ from their weight by its rounding only stay as they are.
         """
         self.create_missing()
         with torch.no_grad():
-            for master, weight in self._weights.items():
-                changed = weight.float()
-                if keep_if_rounded:
-                    changed = torch.where(master.to(weight.dtype) == weight, master, changed)
-                master.copy_(changed)
+            for master in self._weights if masters is None else masters:
+                weight = self._weights[master]
+                master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+                self._versions[master] = master._version, weight._version
+
+    def _follow_model(self) -> None:
+        """Copy weights that the script may have changed since the last step (clamped, say) into their masters.
+
+        An update would undo that: it starts from the masters. Where the script has had the master, that one counts.
+        """
+
+        def is_same(parameter: torch.Tensor, version: int) -> bool:
+            return parameter._version == version and id(parameter) not in self._with_data
+
+        changed = []
+        for master, weight in self._weights.items():
+            before, before_in_model = self._versions[master]
+            if is_same(master, before) and not is_same(weight, before_in_model):
+                changed.append(master)
+        self.copy_from_model(changed)
+
+    def _watch_data(self) -> None:
+        """Note whose `.data` is had or assigned, until `smp.shutdown()`."""
+        data: Any = nn.Parameter.data
+
+        def get(parameter: nn.Parameter) -> torch.Tensor:
+            self._with_data.add(id(parameter))
+            value: torch.Tensor = data.__get__(parameter)
+            return value
+
+        def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+            self._with_data.add(id(parameter))
+            data.__set__(parameter, value)
+
+        nn.Parameter.data = property(get, assign)  # type: ignore[assignment]
+        state.reset_hooks.append(lambda: setattr(nn.Parameter, "data", torch.Tensor.data))
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -155,6 +200,7 @@ class MasterWeights:
             raise UsageError(
                 "the optimizer was asked for a step before the model's first one", hint="call the step function first"
             )
+        self._follow_model()
         with torch.no_grad():
             self._fill_gradients()
             if self._dtype is torch.float16:  # bfloat16 has the range of float32: no scale, nothing to agree on
@@ -166,8 +212,7 @@ class MasterWeights:
         self.unscale_gradients()
         result = None if self.overflow else update()
         if not self.overflow:
-            with torch.no_grad():
-                _copy(self._weights.values(), self._weights.keys())
+            self.copy_to_model()
         self._update_scale()
         self.clear_gradients()
         return result
@@ -255,7 +300,7 @@ class MasterWeights:
         """Add masters and loss scale to the optimizer's own state dict."""
         if self._pending_state is not None:  # loaded before this rank knew its part: the optimizer has no states yet
             return {**self._pending_state, "param_groups": plain["param_groups"]}
-        self.create_missing()
+        self._follow_model()
         states = dict(plain["state"])
         for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
             if parameter in self._weights:

@@ -164,7 +164,7 @@ class NonResident(torch.Tensor):
             raise _refusal(name, (args, kwargs))
         if func in _FREEZES:
             _refuse_freezing(*args, **kwargs)
-        elif (changes_in_place(func, name, kwargs) and func is not T.detach_) or "out" in kwargs:
+        elif (changes_in_place(func, name, kwargs) and func is not T.detach_) or kwargs.get("out") is not None:
             return _leave_unchanged(func, name, args, kwargs)
         with _NoTorchFunction():
             result = func(*args, **kwargs)
@@ -243,7 +243,7 @@ def _refuse_freezing(parameter: torch.Tensor, requires_grad: bool = True) -> Non
 def _leave_unchanged(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Leave a change in place to the rank that holds the weight."""
     target = args[0] if args else kwargs.get("tensor")
-    if not isinstance(target, NonResident) or "out" in kwargs:
+    if not isinstance(target, NonResident) or kwargs.get("out") is not None:
         raise _refusal(name, (args, kwargs))  # its numbers would go into a tensor of this rank
     microbatch = microbatch_between_units()
     if microbatch is not None:

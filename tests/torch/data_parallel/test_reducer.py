@@ -253,6 +253,7 @@ def test_accumulation_sends_nothing_until_its_last_step() -> None:
 
 USES: dict[str, Callable[[Any, Any], object]] = {
     "step": lambda _, optimizer: optimizer.step(),
+    "step without smpkit": lambda _, optimizer: optimizer.optimizer.step(),
     "clip": lambda model, _: smp.clip_grad_norm_(model, 1e9),
     "clip by torch": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
     "unscale": lambda _, optimizer: smp.amp.GradScaler(init_scale=1.0).unscale_(optimizer),

@@ -182,6 +182,7 @@ def test_what_needs_no_numbers_goes_on_for_all_parameters() -> None:
         assert isinstance(copy.deepcopy(each), nn.Parameter)
         assert each.is_leaf
         assert torch.zeros_like(each).shape == each.T.T.shape == each.shape
+        assert nn.functional.normalize(each, dim=0).shape == each.shape
     assert sum(each.numel() for each in parameters) == sum(each.numel() for each in plain.parameters())
 
     def step_plainly() -> float:

@@ -162,6 +162,8 @@ def test_an_optimizer_takes_no_step_when_another_one_has_the_scale(precision: st
     model.backward(model(torch.ones(1, 2)).sum())
     with pytest.raises(UsageError, match="this is not the optimizer that was wrapped last"):
         first.step()
+    with pytest.raises(UsageError, match="SGD would update weights in half precision, which loses small updates"):
+        halves[0].step()
     last.step()
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import smpkit.torch as smp
 from tests.models import CASES, singles
@@ -121,6 +124,41 @@ def test_masters_follow_what_is_loaded_into_the_model_and_keep_what_rounds_to_it
         weight.zero_()
     job.optimizer.reload_model_params()
     assert not master.any()
+
+
+def clamp_data(weight: Any) -> None:
+    weight.data.clamp_(-0.1, 0.1)
+
+
+def assign_data(weight: Any) -> None:
+    weight.data = weight.detach().clamp(-0.1, 0.1)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("change", [lambda weight: weight.clamp_(-0.1, 0.1), clamp_data, assign_data])
+def test_a_step_begins_with_the_weights_that_the_script_has_changed(change: Callable[[Any], object]) -> None:
+    """As a WGAN's clipping and nGPT's normalisation do after each step; it was undone."""
+    job = Job()
+    job.train(range(1))
+    (weight, *_), (master, *_) = job.optimizer.fp16_groups[0], job.optimizer.fp32_from_fp16_groups[0]
+    finer = master.detach().clone()
+    job.optimizer.param_groups[0]["lr"] = 0.0
+    for number in range(1, 3):
+        with torch.no_grad():
+            change(weight)
+        if number == 2:
+            assert job.optimizer.state_dict()["state"][0]["master"].abs().max() <= 0.1
+        job.train(range(number, number + 1))
+        assert weight.abs().max() <= 0.1
+        assert master.equal(torch.where(finer.abs() > 0.1, weight.float(), finer))
+        assert not finer.equal(master)
+    with torch.no_grad():
+        change(weight)
+        master.fill_(0.5)  # as decay by hand, of what is in the optimizer's groups: that counts
+    job.train(range(3, 4))
+    assert weight.eq(0.5).all()
+    smp.shutdown()
+    assert nn.Parameter.data is torch.Tensor.data
 
 
 @pytest.mark.usefixtures("world")
