@@ -17,6 +17,7 @@ import argparse
 import codecs
 import collections
 import contextlib
+import enum
 import functools
 import importlib
 import os
@@ -60,13 +61,15 @@ def dump(obj: Any, file: IO[bytes], pickle_protocol: int = 2) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses containers that `weights_only` cannot fill."""
+    """Refuses containers that `weights_only` cannot fill, and writes members of enums by their values."""
 
     def __init__(self, file: IO[bytes], protocol: int) -> None:
         super().__init__(file, protocol, fix_imports=False)  # or classes get their names of Python 2, in errors too
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
+        if isinstance(obj, enum.Enum):  # as Python does from 3.11.4 on; before, it wrote a call of `getattr`
+            return kind, (obj.value,)
         if isinstance(obj, dict | list | collections.deque) and len(obj) and kind not in _FILLED:
             raise CheckpointError(
                 f"what is to be saved holds a {kind.__module__}.{kind.__qualname__} with items, which could be loaded"

@@ -54,6 +54,15 @@ class Phase(enum.Enum):
     WARM_UP = "warm-up"
 
 
+class OlderPhase(enum.Enum):
+    """As every enum of a Python before 3.11.4, such as Debian 12's."""
+
+    WARM_UP = "warm-up"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return getattr, (type(self), self.name)
+
+
 class Registry(dict):  # type: ignore[type-arg]
     """A dict of the script's with an attribute."""
 
@@ -85,6 +94,7 @@ KEPT: dict[str, Callable[[], Any]] = {
     "dataclass": Settings,
     "named tuple": lambda: Place(1, 2),
     "enum": lambda: Phase.WARM_UP,
+    "enum of an older Python": lambda: OlderPhase.WARM_UP,
     "class of the script": LossScaler,
     "counter": lambda: collections.Counter("aab"),
     "simple namespace": lambda: types.SimpleNamespace(a=1),

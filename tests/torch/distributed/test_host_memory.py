@@ -170,12 +170,17 @@ def test_what_the_driver_does_not_pin_is_an_error_and_its_own_error_is_over(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA keeps a failed call as the thread's last error, which torch takes for that of its next kernel."""
-    forgotten = list[bool]()
-    monkeypatch.setattr(devices, "_clear_last_error", lambda: forgotten.append(True))
+    launched = list[str]()
+
+    def launch(size: int, device: str) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "ones", launch)
     cudart.error = 2
     with pytest.raises(OSError, match="cudaHostRegister of 4096 bytes failed with CUDA error 2"):
         pinned_bytes(CUDA, 100)
-    assert forgotten == [True]
+    assert launched == ["cuda"]
     assert cudart.unpinned == []
 
 
