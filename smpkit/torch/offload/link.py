@@ -184,8 +184,8 @@ class AcceleratorLink(Link):
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{what} waited {self._deadline_seconds:g} s for a copy between device and host memory",
-                    hint="`nvidia-smi` shows whether the GPU hangs; `timeout_seconds` of a `modelparallel` configuration"
-                    " makes this wait longer",
+                    hint="`nvidia-smi` shows whether the GPU hangs; `timeout_seconds` of a `modelparallel`"
+                    " configuration makes this wait longer",
                 )
             time.sleep(_POLL_SECONDS)
 
