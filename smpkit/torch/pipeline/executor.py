@@ -205,6 +205,7 @@ class _Step:
         self._coroutines: dict[int, MicrobatchCoroutine] = {}
         self._seeds: list[int] = []
         self._recorder = recorder
+        self._is_watched = status.current_page() is not None
         self._offloader = offloader.current()
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
@@ -317,7 +318,8 @@ class _Step:
     def _run_action(
         self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
     ) -> _T:
-        status.begin_action(kind, microbatch.index)
+        if self._is_watched:
+            status.begin_action(kind, microbatch.index)
         self._offloader.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:
             Current.microbatch = microbatch

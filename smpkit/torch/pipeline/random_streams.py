@@ -186,8 +186,10 @@ class RandomStreams:
             self.num_closed -= 1
         elif mode is not None:
             _push_mode(mode)
-        if later is not None:
-            self._seed_with(later)
+        if later is not None:  # as `_seed_with`, written out: every call comes here
+            _CPU.manual_seed(later)
+            if self._device is not None:
+                self._device.manual_seed(later)
 
 
 class _OperationStreams(TorchFunctionMode):
