@@ -79,7 +79,7 @@ class Part:
 
     def print(self) -> None:
         """Print what there is to say at the end."""
-        print(f"{self.outcome:12} {self.name}{': ' * bool(self.ended)}{_sum(self.ended)}")
+        print(f"{self.outcome:12} {self.name}", _sum(self.ended), sep=": " if self.ended.total() else "")
         for reason, number in self.reasons.items():
             print(f"    skipped {number}: {reason}")
 
