@@ -328,10 +328,10 @@ class _Save:
             lambda parts: _index_of({**job, "tag": self.tag, "save_id": self.save_id}, parts),
             group,
         )
+        if self.partial:  # before it is published: that may fail on one host, and the others have it
+            self.file_systems.last_order = order
         # Only after all ranks have written: a rename makes the checkpoint visible.
         all_or_raise(self.failure, lambda: self._publish(index), group)
-        if self.partial:
-            self.file_systems.last_order = order
         # From here on the checkpoint is visible, so a failure must not remove it: the hidden folder has been renamed.
         unmarked = f"checkpoint `{self.tag}` is saved, but not marked as newest"
         all_or_raise(unmarked, self._mark_newest, group)

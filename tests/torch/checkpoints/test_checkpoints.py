@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import os
@@ -432,6 +433,24 @@ def test_a_folder_that_another_job_has_saved_to_meanwhile_is_refused(tmp_path: P
         save_checkpoint(tmp_path, "three")
     assert "each job needs a folder of its own" in str(caught.value)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_save_that_another_host_could_not_publish_is_not_taken_for_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    save_checkpoint(tmp_path, "one")
+    publish = checkpoint_files.publish_folder
+
+    def publish_and_fail(*places: Any) -> None:
+        publish(*places)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="two_partial cannot be written"):
+        patch.setattr(checkpoint_files, "publish_folder", publish_and_fail)
+        save_checkpoint(tmp_path, "two")
+    save_checkpoint(tmp_path, "three")
+    assert latest_checkpoint(tmp_path) == "three_partial"
 
 
 def test_user_content_that_resuming_would_refuse_is_named_when_it_is_saved(
