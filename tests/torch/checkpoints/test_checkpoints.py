@@ -446,9 +446,10 @@ def test_a_save_that_another_host_could_not_publish_is_not_taken_for_another_job
         publish(*places)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="two_partial cannot be written"):
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "publish_folder", publish_and_fail)
-        save_checkpoint(tmp_path, "two")
+        with pytest.raises(CheckpointError, match="two_partial cannot be written"):
+            save_checkpoint(tmp_path, "two")
     save_checkpoint(tmp_path, "three")
     assert latest_checkpoint(tmp_path) == "three_partial"
 
