@@ -27,7 +27,7 @@ def launched(job: Path, small: Mapping[str, Any], *more: str) -> str:
     """Run a job with `smpkit run` and some hyperparameters of its own; return what rank 0 said."""
     sets = [part for key, value in small.items() for part in ("--set", f"hyperparameters.{key}={value}")]
     command = [sys.executable, "-m", "smpkit", "run", str(job), *sets, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.replace("[rank 0] ", "")
 
