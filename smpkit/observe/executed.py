@@ -21,7 +21,7 @@ from smpkit.observe.events import ActionSpan, EventsError, MessageSpan
 from smpkit.observe.merge import RankStep, Run
 from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
-from smpkit.plan.schedule.simulate import ActionInterval, Cause, IdleInterval, Timeline, simulate
+from smpkit.plan.schedule.simulate import ActionInterval, Cause, IdleInterval, Timeline, simulate, timeline_of
 from smpkit.plan.svg import svg
 from smpkit.units import seconds
 
@@ -107,19 +107,14 @@ def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
     begin = run.begin_ns(number, pipeline)
     sent_at = {each.receive: each.send.start_ns for each in match_messages(run, number, ranks)}
     stages = [_stage(step, sent_at, ranks, begin) for step in steps]
-    spans, stalls = tuple(ran for ran, _ in stages), [idle for _, idle in stages]
-    makespan = max((stage[-1].end_seconds for stage in spans if stage), default=0.0)
-    for stage, idle in zip(spans, stalls, strict=True):
-        end = stage[-1].end_seconds if stage else 0.0
-        if end < makespan:
-            idle.append(IdleInterval(Cause.DRAIN, end, makespan, None))
+    spans, stalls = zip(*stages, strict=True)
     return ExecutedStep(
         number=number,
         name=steps[0].span.name,
         ranks=ranks,
         step_seconds=_SECONDS * (max(s.span.end_ns for s in steps) - min(s.span.start_ns for s in steps)),
         planned=_planned(run, steps, ranks, spans),
-        executed=Timeline(_schedule(steps), spans, tuple(map(tuple, stalls))),
+        executed=timeline_of(_schedule(spans), spans, stalls),
         works=tuple(
             tuple((w.name, _SECONDS * (w.start_ns - begin), _SECONDS * (w.end_ns - begin)) for w in step.works)
             for step in steps
@@ -177,14 +172,14 @@ def _action(span: ActionSpan) -> Action:
         raise EventsError(f"`{span.kind}` is no kind of action") from None
 
 
-def _schedule(steps: Sequence[RankStep]) -> Schedule:
+def _schedule(spans: Sequence[Sequence[ActionInterval]]) -> Schedule:
     """Return what ran as a schedule, so that it compares with the planned one."""
-    actions = tuple(tuple(_action(span) for span in step.actions) for step in steps)
+    actions = tuple(tuple(span.action for span in stage) for stage in spans)
     segments = sorted({Segment(rank, each.segment) for rank, stage in enumerate(actions) for each in stage})
     kinds = {each.kind for stage in actions for each in stage}
     count = 1 + max((each.microbatch for stage in actions for each in stage), default=-1)
-    graph = SegmentGraph(len(steps), tuple(segments), (), kinds != {Kind.FORWARD})
-    return Schedule("executed", graph, count, actions, (count,) * len(steps))
+    graph = SegmentGraph(len(spans), tuple(segments), (), kinds != {Kind.FORWARD})
+    return Schedule("executed", graph, count, actions, (count,) * len(spans))
 
 
 # --- the waits --------------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ for `simple` and for `interleaved`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment
-from smpkit.plan.schedule.tasks import Edge, LinkModel, Task, tasks_of
+from smpkit.plan.schedule.tasks import LinkModel, Task, tasks_of
 
 
 class Cause(StrEnum):
@@ -85,9 +86,14 @@ class Timeline:
         return seconds
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run a schedule in simulated time; raise ScheduleError if it deadlocks."""
-    return _Simulator(schedule, costs or Costs()).timeline()
+def timeline_of(
+    schedule: Schedule, spans: Sequence[Sequence[ActionInterval]], stalls: Sequence[Sequence[IdleInterval]]
+) -> Timeline:
+    """Put together what each rank ran and what it waited for before; then it waits for the last one to end."""
+    ends = [of_rank[-1].end_seconds if of_rank else 0.0 for of_rank in spans]
+    drains = [[IdleInterval(Cause.DRAIN, end, max(ends), None)] if end < max(ends) else [] for end in ends]
+    idle = tuple((*waits, *drain) for waits, drain in zip(stalls, drains, strict=True))
+    return Timeline(schedule, tuple(map(tuple, spans)), idle)
 
 
 @dataclass(frozen=True)
@@ -100,65 +106,50 @@ class _Arrival:
     rank: int | None = None
 
 
-class _Simulator:
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._schedule = schedule
-        self._tasks = tasks_of(schedule.graph, costs, schedule.splits_backward)
-        self._numbers = {(task.kind, task.segment): number for number, task in enumerate(self._tasks)}
-        self._links = LinkModel(costs)
-        self._missing = [[task.num_needs for task in self._tasks] for _ in range(schedule.num_microbatches)]
-        self._arrivals = [[_Arrival()] * len(self._tasks) for _ in range(schedule.num_microbatches)]
-        self._spans: list[list[ActionInterval]] = [[] for _ in schedule.actions]
-        self._stalls: list[list[IdleInterval]] = [[] for _ in schedule.actions]
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Run a schedule in simulated time; raise ScheduleError if it deadlocks.
 
-    def timeline(self) -> Timeline:
-        """Let ranks run until they block, and again when something has reached them."""
-        turns = deque(range(len(self._spans)))
-        while turns:
-            turns.extend(self._advance(turns.popleft()))
-        for rank, actions in enumerate(self._schedule.actions):
-            if len(self._spans[rank]) < len(actions):
-                raise ScheduleError(f"rank {rank} stands still before {actions[len(self._spans[rank])]}")
-        self._drain()
-        return Timeline(self._schedule, tuple(map(tuple, self._spans)), tuple(map(tuple, self._stalls)))
+    Each rank runs until it blocks, and again when something has reached it.
+    """
+    costs = costs or Costs()
+    tasks = tasks_of(schedule.graph, costs, schedule.splits_backward)
+    numbers = {(task.kind, task.segment): number for number, task in enumerate(tasks)}
+    links = LinkModel(costs)
+    missing = [[task.num_needs for task in tasks] for _ in range(schedule.num_microbatches)]
+    arrivals = [[_Arrival()] * len(tasks) for _ in range(schedule.num_microbatches)]
+    spans: list[list[ActionInterval]] = [[] for _ in schedule.actions]
+    stalls: list[list[IdleInterval]] = [[] for _ in schedule.actions]
 
-    def _advance(self, rank: int) -> set[int]:
-        """Run a rank's list as far as it goes; return the other ranks that got something."""
-        reached: set[int] = set()
-        spans, actions = self._spans[rank], self._schedule.actions[rank]
-        while len(spans) < len(actions):
-            action = actions[len(spans)]
-            number = self._numbers[action.kind, Segment(rank, action.segment)]
-            if self._missing[action.microbatch][number]:
-                break
-            reached |= self._run(rank, action, number)
-        return reached - {rank}
-
-    def _run(self, rank: int, action: Action, number: int) -> set[int]:
-        """Run one action; return the ranks to which it has sent something."""
-        arrival = self._arrivals[action.microbatch][number]
-        spans, task = self._spans[rank], self._tasks[number]
-        free = spans[-1].end_seconds if spans else 0.0
+    def run(rank: int, action: Action, task: Task, arrival: _Arrival) -> float:
+        """Run an action once what it needs is there; return when it ends."""
+        free = spans[rank][-1].end_seconds if spans[rank] else 0.0
         if arrival.seconds > free:
-            self._stalls[rank] += _stalls(arrival, free, is_first=not spans)
+            stalls[rank] += _stalls(arrival, free, is_first=not spans[rank])
         start = max(free, arrival.seconds)
-        spans.append(ActionInterval(action, start, start + task.seconds))
-        return {self._send(task, edge, action.microbatch, start + task.seconds) for edge in task.edges}
+        spans[rank].append(ActionInterval(action, start, start + task.seconds))
+        return start + task.seconds
 
-    def _send(self, task: Task, edge: Edge, microbatch: int, now_seconds: float) -> int:
-        source, target = task.segment.rank, self._tasks[edge.target].segment.rank
-        seconds = self._links.arrival_seconds(source, target, edge.transfer, now_seconds)
-        if seconds >= self._arrivals[microbatch][edge.target].seconds:
-            self._arrivals[microbatch][edge.target] = _Arrival(seconds, now_seconds, task.kind, source)
-        self._missing[microbatch][edge.target] -= 1
-        return target
-
-    def _drain(self) -> None:
-        makespan = max((spans[-1].end_seconds for spans in self._spans if spans), default=0.0)
-        for spans, stalls in zip(self._spans, self._stalls, strict=True):
-            end = spans[-1].end_seconds if spans else 0.0
-            if end < makespan:
-                stalls.append(IdleInterval(Cause.DRAIN, end, makespan, None))
+    turns = deque(range(len(spans)))
+    while turns:
+        rank, reached = turns.popleft(), set[int]()
+        for action in schedule.actions[rank][len(spans[rank]) :]:
+            number, microbatch = numbers[action.kind, Segment(rank, action.segment)], action.microbatch
+            if missing[microbatch][number]:
+                break
+            task = tasks[number]
+            end = run(rank, action, task, arrivals[microbatch][number])
+            for edge in task.edges:
+                target = tasks[edge.target].segment.rank
+                seconds = links.arrival_seconds(rank, target, edge.transfer, end)
+                if seconds >= arrivals[microbatch][edge.target].seconds:
+                    arrivals[microbatch][edge.target] = _Arrival(seconds, end, task.kind, rank)
+                missing[microbatch][edge.target] -= 1
+                reached.add(target)
+        turns.extend(reached - {rank})
+    for rank, actions in enumerate(schedule.actions):
+        if len(spans[rank]) < len(actions):
+            raise ScheduleError(f"rank {rank} stands still before {actions[len(spans[rank])]}")
+    return timeline_of(schedule, spans, stalls)
 
 
 def _stalls(arrival: _Arrival, free_seconds: float, is_first: bool) -> list[IdleInterval]:
