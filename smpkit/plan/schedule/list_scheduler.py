@@ -52,7 +52,39 @@ def list_schedule(
     own = [[task for task in tasks if task.segment.rank == rank] for rank in range(graph.num_ranks)]
     limits = zip(caps, depths or caps, own, strict=True)
     ranks = [_RankQueue(*each, num_microbatches, holds_backwards=forwards_first) for each in limits]
-    return _Scheduler(tasks, ranks, LinkModel(costs), num_microbatches, group).actions()
+    links = LinkModel(costs)
+    missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
+    ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]
+
+    def offer(number: int, microbatch: int) -> None:
+        task = tasks[number]
+        urgency = task.priority, microbatch // group, number, microbatch
+        ranks[task.segment.rank].offer(ready_seconds[microbatch][number], urgency, task)
+
+    for number, task in enumerate(tasks):
+        if not task.num_needs:
+            for microbatch in range(num_microbatches):
+                offer(number, microbatch)
+    heads = [rank.head() for rank in ranks]
+    for _ in range(len(tasks) * num_microbatches):
+        head = min(heads)
+        assert head != _NEVER, "no rank can go on; caps below the number of microbatches hold back forwards"
+        _, _, number, microbatch = head[1]
+        task = tasks[number]
+        source = task.segment.rank
+        end_seconds = ranks[source].take(head, task)
+        touched = {source}
+        for edge in task.edges:
+            target = tasks[edge.target].segment.rank
+            arrival = links.arrival_seconds(source, target, edge.transfer, end_seconds)
+            ready_seconds[microbatch][edge.target] = max(ready_seconds[microbatch][edge.target], arrival)
+            missing[microbatch][edge.target] -= 1
+            if not missing[microbatch][edge.target]:
+                offer(edge.target, microbatch)
+                touched.add(target)
+        for rank in touched:
+            heads[rank] = ranks[rank].head()
+    return tuple(tuple(rank.order) for rank in ranks), max(rank.free_seconds for rank in ranks)
 
 
 class _RankQueue:
@@ -76,9 +108,9 @@ class _RankQueue:
         self._held: list[Head] | None = [] if holds_backwards else None
         self._forwards_left = sum(task.kind is Kind.FORWARD for task in tasks) * num_microbatches
 
-    def offer(self, seconds: float, urgency: Urgency, task: Task, is_first: bool) -> None:
+    def offer(self, seconds: float, urgency: Urgency, task: Task) -> None:
         """Take a task that can start at `seconds`."""
-        if is_first:
+        if task.kind is Kind.FORWARD and not task.segment.index:
             self._arrived.append((seconds, urgency))
         elif self._held is not None and task.kind is not Kind.FORWARD:
             self._held.append((seconds, urgency))
@@ -127,51 +159,3 @@ class _RankQueue:
             self._held = None
         self.free_seconds = seconds + task.seconds
         return self.free_seconds
-
-
-class _Scheduler:
-    def __init__(
-        self, tasks: Sequence[Task], ranks: Sequence[_RankQueue], links: LinkModel, num_microbatches: int, group: int
-    ) -> None:
-        self._tasks, self._ranks, self._links, self._group = tasks, ranks, links, group
-        self._num_microbatches = num_microbatches
-        self._missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
-        self._ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]
-
-    def actions(self) -> tuple[tuple[tuple[Action, ...], ...], float]:
-        """Let the rank that can start first do its next task, until all are done."""
-        for number, task in enumerate(self._tasks):
-            if not task.num_needs:
-                for microbatch in range(self._num_microbatches):
-                    self._offer(number, microbatch)
-        heads = [rank.head() for rank in self._ranks]
-        for _ in range(len(self._tasks) * self._num_microbatches):
-            head = min(heads)
-            assert head != _NEVER, "no rank can go on; caps below the number of microbatches hold back forwards"
-            _, _, number, microbatch = head[1]
-            task = self._tasks[number]
-            rank = task.segment.rank
-            touched = self._finish(task, microbatch, self._ranks[rank].take(head, task))
-            for other in {rank, *touched}:
-                heads[other] = self._ranks[other].head()
-        orders = tuple(tuple(rank.order) for rank in self._ranks)
-        return orders, max(rank.free_seconds for rank in self._ranks)
-
-    def _finish(self, task: Task, microbatch: int, end_seconds: float) -> list[int]:
-        """Send what a task gives to its successors; return the ranks that have something new to do."""
-        missing, ready, touched = self._missing[microbatch], self._ready_seconds[microbatch], []
-        for edge in task.edges:
-            target = self._tasks[edge.target].segment.rank
-            arrival = self._links.arrival_seconds(task.segment.rank, target, edge.transfer, end_seconds)
-            ready[edge.target] = max(ready[edge.target], arrival)
-            missing[edge.target] -= 1
-            if not missing[edge.target]:
-                self._offer(edge.target, microbatch)
-                touched.append(target)
-        return touched
-
-    def _offer(self, number: int, microbatch: int) -> None:
-        task = self._tasks[number]
-        is_first = task.kind is Kind.FORWARD and not task.segment.index
-        urgency = task.priority, microbatch // self._group, number, microbatch
-        self._ranks[task.segment.rank].offer(self._ready_seconds[microbatch][number], urgency, task, is_first)
