@@ -104,9 +104,7 @@ class SegmentGraph:
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int, has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
         """Make a chain that goes round all ranks `num_chunks` times (interleaved virtual stages)."""
-        visits: list[Segment] = []
-        for chunk in range(num_chunks):
-            visits += [Segment(rank, chunk) for rank in range(num_ranks)]
+        visits = [Segment(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
         return cls.path(visits, has_backward, num_bytes)
 
     @classmethod

@@ -109,8 +109,9 @@ class _Search:
     def _whole(self, full_pipe: Sequence[float]) -> Iterator[_Candidate]:
         """Yield schedules with whole backwards: templates, then caps from few live microbatches to many."""
         yield from self._looped()
+        groups = (1, self.graph.num_ranks) if self.graph.loop_chunks > 1 else (1,)  # that go round a loop together
         for caps in _cap_choices(self.graph.depths, full_pipe, self.limit):
-            for group in self._group_sizes():
+            for group in groups:
                 yield self._listed("interleaved", caps, group=group)
         if self.graph.has_backward and self.limit >= self.num_microbatches:
             # Where a microbatch comes back to ranks, an early backward can delay the last forward.
@@ -140,10 +141,6 @@ class _Search:
             yield caps, tuple(max(1, depth) for depth in self.graph.depths)
             if room:
                 yield caps, tuple(max(1, depth + 1) for depth in self.graph.depths)
-
-    def _group_sizes(self) -> tuple[int, ...]:
-        """Return the numbers of microbatches that may go round together; only in a loop are several worth trying."""
-        return (1, self.graph.num_ranks) if self.graph.loop_chunks > 1 else (1,)
 
     def _looped(self) -> Iterator[_Candidate]:
         """Yield the templates for virtual stages if the graph is a loop, as far as the caps allow it."""

@@ -6,7 +6,6 @@ planner and the simulator use the same model, so their times are equal to the la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,29 +58,17 @@ def tasks_of(graph: SegmentGraph, costs: Costs, split_backward: bool) -> tuple[T
     for number, wanted in enumerate(needs):
         for need in wanted:
             edges[numbers[need.kind, need.segment]].append(Edge(number, need.transfer))
-    return tuple(
-        Task(
-            kind=kind,
-            segment=segment,
-            seconds=costs.seconds(kind, segment, split_backward and graph.splits(segment)),
-            num_needs=len(needs[number]),
-            edges=_in_sending_order(graph, kind, segment, edges[number]),
-            priority=_priority(graph, kind, segment, split_backward),
-        )
-        for number, (kind, segment) in enumerate(nodes)
-    )
-
-
-def _priority(graph: SegmentGraph, kind: Kind, segment: Segment, split_backward: bool) -> int:
-    if split_backward and kind is Kind.BACKWARD and not graph.splits(segment):
-        return _PRIORITY[Kind.WEIGHT]  # it sends no gradient, so no task waits for it
-    return _PRIORITY[kind]
-
-
-def _in_sending_order(graph: SegmentGraph, kind: Kind, segment: Segment, edges: Sequence[Edge]) -> tuple[Edge, ...]:
-    """Return the edges without a message first, then those with one, as the executor sends them."""
-    order = {id(transfer): position for position, transfer in enumerate(graph.sends(kind, segment))}
-    return tuple(sorted(edges, key=lambda edge: -1 if edge.transfer is None else order[id(edge.transfer)]))
+    tasks = []
+    for (kind, segment), wanted, leading in zip(nodes, needs, edges, strict=True):
+        is_split = split_backward and graph.splits(segment)
+        # In a split schedule a backward that stays whole sends no gradient, so no task waits for it.
+        fills_gaps = split_backward and kind is Kind.BACKWARD and not is_split
+        # First what needs no message, then the messages as the executor sends them.
+        order = [id(transfer) for transfer in (None, *graph.sends(kind, segment))]
+        in_order = tuple(sorted(leading, key=lambda edge: order.index(id(edge.transfer))))
+        seconds, priority = costs.seconds(kind, segment, is_split), _PRIORITY[Kind.WEIGHT if fills_gaps else kind]
+        tasks.append(Task(kind, segment, seconds, len(wanted), in_order, priority))
+    return tuple(tasks)
 
 
 class LinkModel:
