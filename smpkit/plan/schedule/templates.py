@@ -9,9 +9,8 @@ Two ranks with two chunks each, four microbatches, every action one unit of time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import chain, pairwise, zip_longest
 
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
@@ -38,14 +37,15 @@ def looped(graph: SegmentGraph, num_microbatches: int, num_groups: int, warmup_p
     """
     num_ranks, num_chunks = graph.num_ranks, graph.loop_chunks
     groups = _groups(num_microbatches, num_groups)
-    rounds: list[tuple[int, int]] = []
-    for microbatches in groups:
-        for chunk in range(num_chunks):
-            rounds += [(chunk, microbatch) for microbatch in microbatches]
+    rounds = [(chunk, microbatch) for group in groups for chunk in range(num_chunks) for microbatch in group]
+    forwards = [Action(Kind.FORWARD, chunk, microbatch) for chunk, microbatch in rounds]
+    # The backward of a round goes through the chunks in reverse order.
+    backwards = [Action(Kind.BACKWARD, num_chunks - 1 - chunk, microbatch) for chunk, microbatch in rounds]
     actions = []
     for rank in range(num_ranks):
         warmup = (num_ranks - 1 - rank) * warmup_per_rank + (num_chunks - 1) * len(groups[0])
-        actions.append(tuple(_alternate(min(warmup, len(rounds)), rounds, num_chunks)))
+        turns = chain.from_iterable(zip_longest(forwards[warmup:], backwards))
+        actions.append((*forwards[:warmup], *(action for action in turns if action is not None)))
     draft = Schedule("looped", graph, num_microbatches, tuple(actions), (num_microbatches,) * num_ranks)
     return replace(draft, caps=draft.peak_live_microbatches)
 
@@ -55,14 +55,3 @@ def _groups(num_microbatches: int, num_groups: int) -> list[range]:
     size, larger = divmod(num_microbatches, num_groups)
     ends = [number * size + min(number, larger) for number in range(num_groups + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
-
-
-def _alternate(warmup: int, rounds: Sequence[tuple[int, int]], num_chunks: int) -> Iterator[Action]:
-    """Yield `warmup` forwards, then forward and backward in turn; backward takes the chunks in reverse order."""
-    forwards = iter(rounds)
-    for forward_chunk, forward_microbatch in islice(forwards, warmup):
-        yield Action(Kind.FORWARD, forward_chunk, forward_microbatch)
-    for chunk, microbatch in rounds:
-        for forward_chunk, forward_microbatch in islice(forwards, 1):
-            yield Action(Kind.FORWARD, forward_chunk, forward_microbatch)
-        yield Action(Kind.BACKWARD, num_chunks - 1 - chunk, microbatch)
