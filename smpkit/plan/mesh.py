@@ -157,9 +157,7 @@ class Mesh:
             lines.append(" " * label + " ".join(f" pp {pp}".ljust(block) for pp in stages))
             lines.append(" " * label + " ".join([tensors] * len(stages)))
             for rdp in range(self.rdp_size):
-                blocks = ["".join(f" {rank:>{width}}" for rank in self._row(pp, rdp)) for pp in stages]
+                rows = [[self.rank(Coordinates(pp, tp, rdp)) for tp in range(self.tp_size)] for pp in stages]
+                blocks = ["".join(f" {rank:>{width}}" for rank in row) for row in rows]
                 lines.append(f"rdp {rdp}".ljust(label) + " ".join(blocks))
         return "\n".join(line.rstrip() for line in lines)
-
-    def _row(self, pp: int, rdp: int) -> list[int]:
-        return [self.rank(Coordinates(pp, tp, rdp)) for tp in range(self.tp_size)]

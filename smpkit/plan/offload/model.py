@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from math import sqrt
 from typing import Final
 
@@ -32,7 +32,7 @@ WORKSPACE_BYTES: Final = 2 * (32 << 20)
 forward as for autograd's. Earlier GPUs have 8 MiB each."""
 
 
-class Update(str, Enum):
+class Update(StrEnum):
     """When the optimizer updates a slice."""
 
     OVERLAPPED = "overlapped"
@@ -41,9 +41,6 @@ class Update(str, Enum):
     """Just before its next forward, so that exact gradient clipping, which needs all gradients, can be overlapped."""
     SERIAL = "serial"
     """After the backward, while everything else waits."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
