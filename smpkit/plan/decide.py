@@ -18,7 +18,6 @@ from smpkit.config.modelparallel import ModelParallelConfig, Pipeline
 from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_rank, shares_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.simulate import Forecast, forecast
-from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
 from smpkit.plan.schedule.actions import Costs, Schedule
@@ -135,9 +134,15 @@ def decide(
     forecasts: tuple[Forecast, ...] = ()
     if config.offload_activations and model.has_boundaries:
         forecasts = forecast(timeline, runs, config.activation_loading_horizon, speed)
-    live = peaks(schedule, runs, flow.copies(model.costs))
-    memory = _memory(config, mesh, model, assignment, live, forecasts, optimizer)
-    return Plan(mesh, timeline, model, assignment, memory, forecasts, recorded)
+    memory = []
+    for stage, live_microbatches in enumerate(peaks(schedule, runs, flow.copies(model.costs))):
+        offloaded = (forecasts[stage].device_bytes, forecasts[stage].host_bytes) if forecasts else None
+        of_ranks = [
+            memory_of_rank(model, assignment, stage, config, share, live_microbatches, optimizer, offloaded)
+            for share in shares_of(mesh, stage, shards_states=config.shard_optimizer_state)
+        ]
+        memory.append(max(of_ranks, key=lambda memory: memory.total_bytes))
+    return Plan(mesh, timeline, model, assignment, tuple(memory), forecasts, recorded)
 
 
 def _scheduled(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Schedule:
@@ -174,49 +179,3 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
             backward[segment] += speed.action_seconds + more
             weight[segment] += speed.action_seconds + more / 2
     return Costs(forward, backward, weight, speed.message_latency_seconds, speed.message_seconds_per_byte)
-
-
-def _memory(
-    config: ModelParallelConfig,
-    mesh: Mesh,
-    model: ModelFacts,
-    assignment: Assignment,
-    live: Sequence[float],
-    forecasts: Sequence[Forecast],
-    optimizer: str,
-) -> tuple[RankMemory, ...]:
-    """Return the memory of each stage: of those of its ranks that hold most.
-
-    Args:
-        live: by stage, how many microbatches it holds at its peak.
-    """
-    stages = []
-    for stage in range(assignment.num_partitions):
-        shares = shares_of(
-            mesh,
-            stage,
-            shards_states=config.shard_optimizer_state,
-            sharding_degree=config.sharded_data_parallel_degree,
-        )
-        memories = [
-            memory_of_rank(
-                model,
-                assignment,
-                stage,
-                live_microbatches=live[stage],
-                states_per_parameter=OPTIMIZERS[optimizer],
-                replicated=config.ddp and mesh.dp_size > 1,
-                share=share,
-                offloaded=(forecasts[stage].device_bytes, forecasts[stage].host_bytes) if forecasts else None,
-                persistent=config.sdp_param_persistence_threshold,
-                half=half_of(config),
-            )
-            for share in shares
-        ]
-        stages.append(max(memories, key=lambda memory: memory.total_bytes))
-    return tuple(stages)
-
-
-def half_of(config: ModelParallelConfig) -> str | None:
-    """Return the half precision that a job computes in."""
-    return "float16" if config.fp16 else "bfloat16" if config.bf16 else None

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 from pydantic import TypeAdapter
 
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
+from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 
@@ -154,28 +156,26 @@ def memory_of_rank(
     model: ModelFacts,
     assignment: Assignment,
     rank: int,
-    *,
-    live_microbatches: float,
-    states_per_parameter: int,
-    replicated: bool,
+    config: ModelParallelConfig,
     share: Share,
+    live_microbatches: float,
+    optimizer: str,
     offloaded: tuple[int, int] | None = None,
-    persistent: int = 0,
-    half: str | None = None,
 ) -> RankMemory:
     """Return the memory of a pipeline rank at its peak.
 
     Args:
-        live_microbatches: how many it holds at a time; a chunk of one is a part.
-        replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
         share: which of the ranks that hold the partition.
+        live_microbatches: how many it holds at a time; a chunk of one is a part.
+        optimizer: a name of `smpkit.plan.optimizers.OPTIMIZERS`.
         offloaded: with activation offloading, the most bytes of checkpointed layers' inputs on its device and on its
             host; None: all of them stay on the device.
-        persistent: with sharded data parallelism, blocks of fewer elements stay gathered.
-        half: the dtype that the job computes in, where that is half precision: trained weights of this dtype have
-            float32 masters. With sharded data parallelism what is gathered has it, and what is divided are the masters.
     """
-    pieces_reduced = replicated and (share.rdp_size > 1 or share.dp_size == 1)
+    # Trained weights in half precision have float32 masters. With sharded data parallelism what is gathered is in half
+    # precision, and what is divided are the masters.
+    half, states_per_parameter = half_of(config), OPTIMIZERS[optimizer]
+    replicated = config.ddp and share.dp_size > 1
+    degree = config.sharded_data_parallel_degree
     places = assignment.partition_of
     held = [
         {*model.loose}.union(*(unit.tensors for unit in model.units if places[unit.cost.name] == place))
@@ -184,7 +184,7 @@ def memory_of_rank(
     num_holders = Counter(name for names in held for name in names)
     alone = {name for name in model.tensors if num_holders[name] == 1}
     whole = {name: _piece_of(model.tensors[name], share) for name in sorted(held[rank])}
-    tensors = [_part_of(tensor, share) for tensor in whole.values()]
+    tensors = [_part_of(tensor, degree) for tensor in whole.values()]
     trained = [tensor for tensor in tensors if tensor.trainable]
     updated = _updated(trained, share, held[rank] - alone, half, states_per_parameter)
     masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
@@ -192,7 +192,7 @@ def memory_of_rank(
     reduced = [
         tensor
         for tensor in trained
-        if (pieces_reduced if tensor.over_replicas else replicated) or tensor.name not in alone
+        if (replicated and (share.rdp_size > 1 or not tensor.over_replicas)) or tensor.name not in alone
     ]
     costs = [unit.cost for unit in model.units if places[unit.cost.name] == rank]
     boundary = sum(cost.boundary_bytes for cost in costs)
@@ -201,7 +201,10 @@ def memory_of_rank(
     activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
     return RankMemory(
         num_parameters=sum(tensor.num_elements for tensor in tensors),
-        dtypes=_by_dtype(tensors),
+        dtypes={
+            dtype: _bytes(tensor for tensor in tensors if tensor.dtype == dtype)
+            for dtype in sorted({tensor.dtype for tensor in tensors})
+        },
         parameters_bytes=_bytes(tensors),
         gradients_bytes=_bytes(trained),
         reduction_bytes=_bytes(reduced),
@@ -209,7 +212,7 @@ def memory_of_rank(
         activations_bytes=activation if model.traced else None,
         boundaries_bytes=on_device,
         host_bytes=on_host,
-        gathered_bytes=_gathered_bytes(whole, model.blocks, share, persistent, half=half is not None),
+        gathered_bytes=0 if degree == 1 else _gathered_bytes(whole, model.blocks, config),
         masters_bytes=_bytes(masters),
     )
 
@@ -227,13 +230,6 @@ def _states_bytes(tensors: Iterable[TensorFacts], half: str | None, states_per_p
     )
 
 
-def _by_dtype(tensors: Iterable[TensorFacts]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        sizes[tensor.dtype] += tensor.num_bytes
-    return dict(sorted(sizes.items()))
-
-
 @dataclass(frozen=True)
 class Share:
     """What of a pipeline partition a rank has, of those that hold one.
@@ -244,17 +240,15 @@ class Share:
         rdp_size: how many are exact replicas.
         positions: where optimizer states are dealt out, for each rank that is meant its position among `dp_size` and
             among `rdp_size` ranks; the rank with most states counts. Empty: each rank has all states.
-        sharding_degree: over how many replicas parameters, gradients and states are divided.
     """
 
     tp_rank: int = 0
     dp_size: int = 1
     rdp_size: int = 1
     positions: tuple[tuple[int, int], ...] = ()
-    sharding_degree: int = 1
 
 
-def shares_of(mesh: Mesh, pp_rank: int, *, shards_states: bool, sharding_degree: int) -> list[Share]:
+def shares_of(mesh: Mesh, pp_rank: int, *, shards_states: bool) -> list[Share]:
     """Return the shares of all ranks that hold a pipeline partition: one of each tensor rank, whose replicas are alike.
 
     Where states are sharded, replicas differ in the states that they keep.
@@ -265,7 +259,7 @@ def shares_of(mesh: Mesh, pp_rank: int, *, shards_states: bool, sharding_degree:
         positions = tuple(
             (mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)) for rank in sorted(ranks)
         )
-        shares.append(Share(tp, mesh.dp_size, mesh.rdp_size, positions, sharding_degree))
+        shares.append(Share(tp, mesh.dp_size, mesh.rdp_size, positions))
     return shares
 
 
@@ -279,9 +273,8 @@ def _piece_of(tensor: TensorFacts, share: Share) -> TensorFacts:
     return replace(tensor, num_bytes=num_bytes, num_elements=num_bytes // size, rows=rows)
 
 
-def _part_of(tensor: TensorFacts, share: Share) -> TensorFacts:
+def _part_of(tensor: TensorFacts, degree: int) -> TensorFacts:
     """Return what the rank keeps of a parameter that is divided over replicas by its rows, padded to equal parts."""
-    degree = share.sharding_degree
     if degree == 1 or not tensor.rows:
         return tensor
     longest = -(-tensor.rows // degree)
@@ -315,6 +308,11 @@ def _updated(
     return max(kept, key=lambda tensors: _states_bytes(tensors, half, states_per_parameter))
 
 
+def half_of(config: ModelParallelConfig) -> str | None:
+    """Return the half precision that a job computes in."""
+    return "float16" if config.fp16 else "bfloat16" if config.bf16 else None
+
+
 def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
     """Return a tensor of as many elements in another dtype."""
     num_bytes = itemsize * tensor.num_elements
@@ -323,31 +321,20 @@ def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
 
 
 def _gathered_bytes(
-    tensors: Mapping[str, TensorFacts],
-    blocks: Sequence[Sequence[str]],
-    share: Share,
-    persistent: int,
-    *,
-    half: bool,
+    tensors: Mapping[str, TensorFacts], blocks: Sequence[Sequence[str]], config: ModelParallelConfig
 ) -> int:
     """Return the most that is whole at a time of what is divided over replicas.
 
     That is what belongs to no block, small blocks, and two others: the one at work and the next.
-
-    Args:
-        persistent: blocks of fewer elements stay whole.
-        half: what is gathered has two bytes per element.
     """
-    if share.sharding_degree == 1:
-        return 0
     inside = {name for block in blocks for name in block}
-    size = {name: 2 * each.num_elements if half else each.num_bytes for name, each in tensors.items()}
+    size = {name: 2 * each.num_elements if half_of(config) else each.num_bytes for name, each in tensors.items()}
     rest = sum(size[name] for name, each in tensors.items() if each.rows and name not in inside)
     sizes = []
     for block in blocks:
         parts = [tensors[name] for name in block if name in tensors]
         num_bytes = sum(size[each.name] for each in parts)
-        if sum(each.num_elements for each in parts) < persistent:
+        if sum(each.num_elements for each in parts) < config.sdp_param_persistence_threshold:
             rest += num_bytes
         else:
             sizes.append(num_bytes)

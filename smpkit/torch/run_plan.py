@@ -21,8 +21,8 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import SmpkitError
 from smpkit.observe.runs import PLAN, RUN_DIR
 from smpkit.observe.summary import KindBytes
-from smpkit.plan.decide import Plan, decide, half_of
-from smpkit.plan.memory import ModelFacts
+from smpkit.plan.decide import Plan, decide
+from smpkit.plan.memory import ModelFacts, half_of
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.speed import Speed

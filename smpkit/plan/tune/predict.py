@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
-from smpkit.plan.decide import Plan, decide, half_of
-from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, in_dtype
+from smpkit.plan.decide import Plan, decide
+from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, half_of, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import BYTES_PER_MICROBATCH, PER_MICROBATCH, UnitCost

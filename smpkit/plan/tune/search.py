@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
-from smpkit.plan.decide import half_of
+from smpkit.plan.memory import half_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.tune.neighbours import speed_changes
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, predict, usable_bytes

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import ModelFacts, Share, UnitFacts, memory_of_rank
 from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.offload.work import LinkSpeed
@@ -97,17 +98,9 @@ def test_layers_are_those_of_the_segments() -> None:
 def test_memory_of_a_rank_counts_boundaries_and_one_recomputation(
     offloaded: list[tuple[int, int] | None], boundaries: list[tuple[int, int]]
 ) -> None:
+    assignment = _assignment([0, 0, 0, 1, 1, 1])
     held = [
-        memory_of_rank(
-            _MODEL,
-            _assignment([0, 0, 0, 1, 1, 1]),
-            rank,
-            live_microbatches=2 - rank,
-            states_per_parameter=0,
-            replicated=False,
-            share=Share(),
-            offloaded=offloaded[rank],
-        )
+        memory_of_rank(_MODEL, assignment, rank, ModelParallelConfig(), Share(), 2 - rank, "sgd", offloaded[rank])
         for rank in (0, 1)
     ]
     assert [(rank.boundaries_bytes, rank.host_bytes) for rank in held] == boundaries

@@ -85,27 +85,13 @@ def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, 
     result = {}
     for stage in range(cfg.pipeline_parallel_degree):
         ranks = [rank for rank in range(RANKS) if mesh.coordinates(rank).pp == stage]
-        shares = shares_of(
-            mesh,
-            stage,
-            shards_states=cfg.shard_optimizer_state,
-            sharding_degree=cfg.sharded_data_parallel_degree,
-        )
+        shares = shares_of(mesh, stage, shards_states=cfg.shard_optimizer_state)
         for rank in ranks:
             share = shares[mesh.coordinates(rank).tp]
             if share.positions:  # the states that this rank keeps
                 own = mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)
                 share = replace(share, positions=(own,))
-            memory = memory_of_rank(
-                model,
-                assignment,
-                stage,
-                live_microbatches=1.0,
-                states_per_parameter=2,
-                replicated=True,
-                share=share,
-                half="float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else None,
-            )
+            memory = memory_of_rank(model, assignment, stage, cfg, share, 1.0, "adamw")
             result[rank] = (memory.parameters_bytes, memory.masters_bytes, memory.optimizer_bytes)
     return result
 
