@@ -211,14 +211,15 @@ def calibrated(ranks: int, seconds: float) -> Machine:
         _measure(ranks, seconds, path)
         found = read_calibration(path)
     machine = from_calibration(found)
-    awake = _gpt_flops() / machine.single_flops
+    awake = _gpt_flops() / machine.speed.flops_per_second
     taken = []
     for _ in range(20):
         start = time.perf_counter()
         time.sleep(FORWARD_SECONDS)
         taken.append(time.perf_counter() - start)
     rate = _gpt_flops() / (statistics.median(taken) + awake)
-    return replace(machine, single_flops=rate, parallel_ranks=ranks, on_host=False)
+    speed = replace(machine.speed, flops_per_second=rate)
+    return replace(machine, speed=speed, parallel_ranks=ranks, on_host=False)
 
 
 @dataclass(frozen=True)

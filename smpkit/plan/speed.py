@@ -25,9 +25,10 @@ class Speed:
     """By name of a unit, what ranks of a tensor-parallel group spend on collectives in its forward; its backward takes
     as much again."""
     operation_seconds: float = 0.0
-    """What the host spends on an operator."""
+    """What the host spends on an operator; 0 where it is contained in the rates."""
     moved_bytes_per_second: float = inf
-    """How fast the device reads and writes in operators that compute no products."""
+    """How fast the device reads and writes in operators that compute no products; infinite where that is contained in
+    the rates."""
     is_asynchronous: bool = True
     """The host runs ahead of the device: the longer of both counts."""
     split_seconds: float = 0.0

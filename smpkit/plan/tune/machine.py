@@ -15,6 +15,7 @@ from typing import Final, Literal
 from smpkit.config.words import suggestion
 from smpkit.errors import UsageError
 from smpkit.plan.offload.work import LinkSpeed
+from smpkit.plan.speed import Speed
 from smpkit.plan.tune.calibration import Calibration, HostLink
 from smpkit.plan.tune.instances import INSTANCES
 
@@ -50,9 +51,10 @@ class Machine:
     """That a rank may fill; on a CPU its share of the host."""
     host_bytes: int
     """Of one host, which all of its ranks share."""
+    speed: Speed
+    """Of a rank in single precision; what communication takes depends on the degrees, and is not in it."""
     half_flops: float
-    single_flops: float
-    link: LinkSpeed
+    """What a rank reaches in half precision."""
     updates_per_second: float
     local: Channel
     """Between ranks of a host."""
@@ -60,16 +62,6 @@ class Machine:
     """Between hosts, for one rank while all ranks of its host send."""
     parallel_ranks: float
     """How many ranks of a host compute at full speed at the same time."""
-    action_seconds: float = 0.0
-    """What the runtime itself spends on each action."""
-    operation_seconds: float = 0.0
-    """What the host spends on an operator; 0 where it is contained in the rates."""
-    split_seconds: float = 0.0
-    """What a backward in two halves costs the host more, for each product with a weight."""
-    moved_bytes_per_second: float = inf
-    """What a rank reads and writes where it computes no products; infinite where that is contained in the rates."""
-    is_asynchronous: bool = True
-    """Hosts run ahead of their devices."""
     on_host: bool = False
     """Ranks compute on the host: there is nothing to offload to."""
     measured: Mapping[tuple[Operation, int], Channel] = field(default_factory=dict)
@@ -77,7 +69,7 @@ class Machine:
 
     def flops(self, dtype: str | None) -> float:
         """Return what a rank reaches in this half precision; None: in single."""
-        return self.single_flops if dtype is None else self.half_flops
+        return self.speed.flops_per_second if dtype is None else self.half_flops
 
     def channel(self, hosts: int) -> Channel:
         """Return the way between ranks that are on so many hosts."""
@@ -125,9 +117,8 @@ def published(instance_type: str, *, tflops: float | None = None) -> Machine:
         ranks_per_host=instance.count,
         device_bytes=gpu.memory_bytes,
         host_bytes=instance.host_memory_bytes,
+        speed=Speed(single, LinkSpeed(out, out)),
         half_flops=half,
-        single_flops=single,
-        link=LinkSpeed(out, out),
         updates_per_second=gpu.memory_bytes_per_second / _UPDATE_BYTES,
         local=Channel(peer, _LOCAL_LATENCY),
         remote=Channel(network, _REMOTE_LATENCY),
@@ -156,18 +147,20 @@ def from_calibration(calibration: Calibration) -> Machine:
         ranks_per_host=calibration.ranks,
         device_bytes=machine.device_memory_bytes or machine.memory_bytes // calibration.ranks,
         host_bytes=machine.memory_bytes,
+        speed=Speed(
+            single,
+            link=_speed_of(calibration.link) if calibration.link else LinkSpeed(memory, memory),
+            action_seconds=calibration.action_seconds,
+            operation_seconds=calibration.operation_seconds,
+            moved_bytes_per_second=calibration.elementwise_bytes_per_second or inf,
+            is_asynchronous=not on_host,
+            split_seconds=calibration.split_seconds,
+        ),
         half_flops=half,
-        single_flops=single,
-        link=_speed_of(calibration.link) if calibration.link else LinkSpeed(memory, memory),
         updates_per_second=calibration.updates_per_second,
         local=local,
         remote=local,
         parallel_ranks=max(1.0, speed * calibration.ranks),
-        action_seconds=calibration.action_seconds,
-        operation_seconds=calibration.operation_seconds,
-        split_seconds=calibration.split_seconds,
-        moved_bytes_per_second=calibration.elementwise_bytes_per_second or inf,
-        is_asynchronous=not on_host,
         on_host=on_host,
         measured=dict(_collectives(calibration)),
     )

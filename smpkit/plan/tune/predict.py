@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
-from smpkit.plan.decide import Plan, decide
-from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, half_of, in_dtype
+from smpkit.plan.decide import Plan, decide, half_of
+from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import BYTES_PER_MICROBATCH, PER_MICROBATCH, UnitCost
@@ -179,17 +179,12 @@ def _speed(
     config: ModelParallelConfig, machine: Machine, mesh: Mesh, model: ModelFacts, layers: Mapping[str, Layer]
 ) -> Speed:
     pipeline = machine.channel(_hosts(mesh, machine, CommGroup.PP_GROUP))
-    return Speed(
-        machine.flops(half_of(config)),
-        machine.link,
-        pipeline.latency_seconds,
-        1 / pipeline.bytes_per_second,
-        machine.action_seconds,
-        dict(_tensor_collectives(machine, mesh, model, layers)),
-        machine.operation_seconds,
-        machine.moved_bytes_per_second,
-        machine.is_asynchronous,
-        split_seconds=machine.split_seconds,
+    return replace(
+        machine.speed,
+        flops_per_second=machine.flops(half_of(config)),
+        message_latency_seconds=pipeline.latency_seconds,
+        message_seconds_per_byte=1 / pipeline.bytes_per_second,
+        collective_seconds=dict(_tensor_collectives(machine, mesh, model, layers)),
     )
 
 

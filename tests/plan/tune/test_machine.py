@@ -37,10 +37,10 @@ def test_an_unknown_type_and_an_unknown_rate_are_refused_by_name() -> None:
 
 def test_measurements_are_fitted() -> None:
     machine = from_calibration(Calibration.model_validate(facts()))
-    assert (machine.half_flops, machine.single_flops) == (40e12, 10e12)
+    assert (machine.half_flops, machine.speed.flops_per_second) == (40e12, 10e12)
     assert machine.local.bytes_per_second == pytest.approx(10e9)
     # Both directions at once reach 30 GB/s where 20 and 22 are reached alone.
-    rates = machine.link.out_bytes_per_second, machine.link.back_bytes_per_second
+    rates = machine.speed.link.out_bytes_per_second, machine.speed.link.back_bytes_per_second
     assert rates == pytest.approx((20e9 * 30 / 42, 22e9 * 30 / 42))
     # What was measured of a collective over 4 ranks is what is predicted for it.
     for each in facts()["collectives"]:

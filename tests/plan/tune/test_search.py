@@ -32,6 +32,11 @@ def with_device(gib: float) -> Machine:
     return replace(MACHINE, device_bytes=round(gib * 2**30))
 
 
+def machine(**speed: Any) -> Machine:
+    """Return the machine with other costs of a rank's work."""
+    return replace(MACHINE, speed=replace(MACHINE.speed, **speed))
+
+
 def job(gib: float = 16, *, degrees: tuple[int, ...] = (1, 2), ranks: int = 4, samples: int = 32) -> Job:
     return Job({degree: gpt(degree=degree) for degree in degrees}, with_device(gib), ranks, samples)
 
@@ -108,7 +113,7 @@ def test_what_cannot_fit_lacks_so_much() -> None:
 
 
 def test_what_the_runtime_spends_on_actions_counts() -> None:
-    where = replace(job(), machine=replace(MACHINE, action_seconds=0.01))
+    where = replace(job(), machine=machine(action_seconds=0.01))
     plain, slower = (a_prediction(each, pipeline_parallel_degree=4, microbatches=8) for each in (job(), where))
     # 8 microbatches forward and backward on the last stage, and what comes before and after on the others.
     assert slower.step_seconds - plain.step_seconds == pytest.approx(0.01 * 2 * (8 + 3), rel=0.05)
@@ -116,7 +121,7 @@ def test_what_the_runtime_spends_on_actions_counts() -> None:
 
 def test_a_backward_that_computes_something_again_has_no_halves_that_cost_more() -> None:
     where = replace(job(), models={1: with_costs(weight_products=10, recomputed_flops=1e9)})
-    dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
+    dear = replace(where, machine=machine(split_seconds=1e-3, is_asynchronous=False))
     settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": "zero_bubble"}
     plain, split = (a_prediction(each, **settings) for each in (where, dear))
     assert split.step_seconds == plain.step_seconds
@@ -135,11 +140,11 @@ def test_ranks_that_share_cores_wait_for_each_other() -> None:
 def test_operators_and_what_they_move_cost_time_beside_products() -> None:
     where = Job({1: with_costs(operations=100, moved_bytes=10**9)}, MACHINE, 1, 8)
     plain = a_prediction(where, microbatches=8).step_seconds
-    slow = replace(MACHINE, operation_seconds=1e-3, moved_bytes_per_second=1e10)
+    slow = {"operation_seconds": 1e-3, "moved_bytes_per_second": 1e10}
     # A host runs ahead of its GPU: 13 products of 0.1 s and 14 values of 0.1 s hide 0.1 s of operators in each.
-    ahead = a_prediction(replace(where, machine=slow), microbatches=8).step_seconds
+    ahead = a_prediction(replace(where, machine=machine(**slow)), microbatches=8).step_seconds
     assert ahead - plain == pytest.approx(8 * 3 * 14 * 0.1, rel=0.01)
-    waits = replace(slow, is_asynchronous=False)
+    waits = machine(**slow, is_asynchronous=False)
     after = a_prediction(replace(where, machine=waits), microbatches=8).step_seconds
     assert after - ahead == pytest.approx(8 * 3 * 14 * 0.1, rel=0.01)
 
@@ -259,7 +264,7 @@ def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
 
 def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight() -> None:
     where = replace(job(), models={1: with_costs(weight_products=10)})
-    dear = replace(where, machine=replace(MACHINE, split_seconds=1e-3, is_asynchronous=False))
+    dear = replace(where, machine=machine(split_seconds=1e-3, is_asynchronous=False))
     for pipeline, more in (("interleaved", 0.0), ("zero_bubble", 8 * 10 * 1e-3)):
         settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
         plain, split = (a_prediction(each, **settings) for each in (where, dear))
