@@ -20,6 +20,7 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.memory import half_of
 from smpkit.plan.mesh import Mesh
+from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.tune.neighbours import speed_changes
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, predict, usable_bytes
 from smpkit.units import amount
@@ -291,7 +292,7 @@ def _least_bytes(job: Job, config: ModelParallelConfig) -> float:
     replicas = job.ranks // (degree * stages)
     # Tensors of the first tensor rank, one stage of them on a rank.
     weights = sum(tensor.num_bytes for tensor in job.models[degree].tensors.values() if tensor.trainable) / stages
+    states = OPTIMIZERS[job.optimizer] * weights
     if config.sharded_data_parallel_degree > 1:
-        return 4 * weights / config.sharded_data_parallel_degree
-    states = 2 * weights / (replicas * degree if config.shard_optimizer_state else 1)
-    return 2 * weights + states
+        return (2 * weights + states) / config.sharded_data_parallel_degree
+    return 2 * weights + states / (replicas * degree if config.shard_optimizer_state else 1)

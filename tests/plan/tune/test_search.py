@@ -234,6 +234,14 @@ def test_where_nothing_fits_the_nearest_is_told() -> None:
     assert again.best or again.nearest is not None
 
 
+def test_states_count_as_those_of_the_jobs_optimizer() -> None:
+    where = Job({1: gpt()}, with_device(3.2), 1, 8, "sgd")
+    assert isinstance(predicted(where, microbatches=8), Prediction)
+    found = search(where, {}, budget_seconds=1000)
+    assert found.best
+    assert found.ruled_out.get("weights, gradients and states alone do not fit") is None
+
+
 def test_the_jobs_own_configuration_is_compared() -> None:
     found = search(job(), {"pipeline_parallel_degree": 4, "microbatches": 4}, budget_seconds=1000)
     assert isinstance(found.present, Prediction)
