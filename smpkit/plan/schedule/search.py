@@ -99,8 +99,8 @@ class _Search:
 
     def _tried(self, split: bool) -> Iterator[_Candidate]:
         """Yield candidates, until no further one can be faster by enough."""
-        bounds = lower_bounds(self.graph, self.costs, split)
-        enough = bounds.step_seconds(self.num_microbatches) * (1 + _WORTH)
+        bounds = bounds_of(self.graph, self.num_microbatches, self.costs, split)
+        enough = bounds.step_seconds * (1 + _WORTH)
         for candidate in self._split(bounds.full_pipe) if split else self._whole(bounds.full_pipe):
             yield candidate
             if candidate.seconds <= enough:
@@ -171,49 +171,35 @@ def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limit: int) 
 
 
 @dataclass(frozen=True)
-class LowerBounds:
-    """The times of one microbatch that has all ranks to itself; ranks without a segment have zeros."""
+class Bounds:
+    """What one microbatch that has all ranks to itself says about a step."""
 
-    microbatch_seconds: float
-    """From its start to its end."""
-    head_seconds: tuple[float, ...]
-    """From its start until it reaches each rank."""
-    work_seconds: tuple[float, ...]
-    """How long each rank computes for it."""
-    tail_seconds: tuple[float, ...]
-    """How long other ranks go on, at least, after the last action of each rank."""
-    live_seconds: tuple[float, ...]
-    """From the start of each rank's first action to the end of its last."""
-
-    def step_seconds(self, num_microbatches: int) -> float:
-        """Return a time that no schedule can be faster than.
-
-        For each rank: what comes before its first action can start, all of its work, and what is left after its last
-        one. Of a chain with equal stages: the ideal `(M + P - 1) * (forward + backward)` plus one round of link time.
-        """
-        parts = zip(self.head_seconds, self.work_seconds, self.tail_seconds, strict=True)
-        return max(self.microbatch_seconds, *(head + num_microbatches * work + tail for head, work, tail in parts))
-
-    @property
-    def full_pipe(self) -> tuple[float, ...]:
-        """How many microbatches each rank must hold so that the busiest rank is never idle, if nothing ever queued."""
-        period = max(self.work_seconds)
-        return tuple(live / period if period else 0.0 for live in self.live_seconds)
+    step_seconds: float
+    """A time that no schedule can be faster than."""
+    full_pipe: tuple[float, ...]
+    """How many microbatches each rank must hold so that the busiest rank is never idle, if nothing ever queued."""
 
 
-def lower_bounds(graph: SegmentGraph, costs: Costs, split_backward: bool = False) -> LowerBounds:
-    """Follow one microbatch through the graph."""
+def bounds_of(graph: SegmentGraph, num_microbatches: int, costs: Costs, split_backward: bool = False) -> Bounds:
+    """Follow one microbatch through the graph.
+
+    A step takes at least, for each rank: what comes before its first action can start, all of its work, and what is
+    left after its last one. Of a chain with equal stages that is the ideal `(M + P - 1) * (forward + backward)` plus
+    one round of link time.
+    """
     tasks = tasks_of(graph, costs, split_backward)
     heads, tails = _heads_and_tails(tasks, costs)
     ends = [head + task.seconds for head, task in zip(heads, tasks, strict=True)]
-    rows = []
+    step_seconds, work, live = max(ends, default=0.0), [], []
     for rank in range(graph.num_ranks):
         own = [number for number, task in enumerate(tasks) if task.segment.rank == rank]
-        first_start = min((heads[number] for number in own), default=0.0)
-        last_end = max((ends[number] for number in own), default=0.0)
-        work, tail = sum(tasks[number].seconds for number in own), min((tails[number] for number in own), default=0.0)
-        rows.append((first_start, work, tail, last_end - first_start))
-    return LowerBounds(max(ends, default=0.0), *zip(*rows, strict=True))
+        head = min((heads[number] for number in own), default=0.0)
+        tail = min((tails[number] for number in own), default=0.0)
+        work.append(sum(tasks[number].seconds for number in own))
+        live.append(max((ends[number] for number in own), default=0.0) - head)
+        step_seconds = max(step_seconds, head + num_microbatches * work[-1] + tail)
+    period = max(work)
+    return Bounds(step_seconds, tuple(seconds / period if period else 0.0 for seconds in live))
 
 
 def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float], list[float]]:

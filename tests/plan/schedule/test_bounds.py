@@ -7,31 +7,31 @@ from hypothesis import strategies as st
 from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
-from smpkit.plan.schedule.search import lower_bounds
+from smpkit.plan.schedule.search import bounds_of
 from tests.plan.graphs import IDLE_RANK, SETTINGS, costs_of, graphs
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 4), (2, 8), (4, 16), (8, 32)])
 def test_the_bound_of_a_chain_is_the_ideal(num_ranks: int, num_microbatches: int) -> None:
-    bounds = lower_bounds(SegmentGraph.chain(num_ranks), Costs())
-    assert bounds.step_seconds(num_microbatches) == (num_microbatches + num_ranks - 1) * 3
+    bounds = bounds_of(SegmentGraph.chain(num_ranks), num_microbatches, Costs())
+    assert bounds.step_seconds == (num_microbatches + num_ranks - 1) * 3
     assert bounds.full_pipe == tuple(num_ranks - rank for rank in range(num_ranks))
 
 
 def test_one_microbatch_alone_takes_the_critical_path() -> None:
     costs = Costs(latency_seconds=0.5, seconds_per_byte=0.25)
-    bounds = lower_bounds(SegmentGraph.chain(2, num_bytes=2), costs)
-    assert bounds.microbatch_seconds == bounds.step_seconds(1) == 1 + 1 + 1 + 2 + 1 + 2
-    assert bounds.live_seconds == (8, 3)
+    bounds = bounds_of(SegmentGraph.chain(2, num_bytes=2), 1, costs)
+    assert bounds.step_seconds == 1 + 1 + 1 + 2 + 1 + 2
+    assert bounds.full_pipe == (8 / 3, 1)
 
 
 def test_ranks_without_work_hold_nothing() -> None:
-    assert lower_bounds(IDLE_RANK, Costs()).full_pipe[1] == 0
-    assert lower_bounds(SegmentGraph(2, ()), Costs()).step_seconds(3) == 0
+    assert bounds_of(IDLE_RANK, 1, Costs()).full_pipe[1] == 0
+    assert bounds_of(SegmentGraph(2, ()), 3, Costs()).step_seconds == 0
 
 
 def test_a_free_graph_takes_no_time() -> None:
-    bounds = lower_bounds(SegmentGraph.path([Segment(0, 0)]), Costs(0, 0))
+    bounds = bounds_of(SegmentGraph.path([Segment(0, 0)]), 1, Costs(0, 0))
     assert bounds.full_pipe == (0,)
 
 
@@ -43,5 +43,4 @@ def test_no_schedule_beats_the_bound(
     costs = data.draw(costs_of(graph))
     caps = [num_microbatches] * graph.num_ranks
     _, seconds = list_schedule(graph, num_microbatches, caps, costs, split_backward=split)
-    assert seconds >= lower_bounds(graph, costs, split).step_seconds(num_microbatches)
-    assert seconds >= lower_bounds(graph, costs, split).microbatch_seconds
+    assert seconds >= bounds_of(graph, num_microbatches, costs, split).step_seconds

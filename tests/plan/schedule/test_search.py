@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from smpkit.plan.schedule.actions import Costs, Schedule, check
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.list_scheduler import list_schedule
-from smpkit.plan.schedule.search import interleaved, lower_bounds, simple
+from smpkit.plan.schedule.search import bounds_of, interleaved, simple
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.templates import one_f_one_b
 from tests.plan.counted import lines_of
@@ -104,7 +104,7 @@ def test_the_work_of_the_search_grows_no_faster_than_the_microbatches() -> None:
 def test_with_enough_memory_a_chain_loses_one_round_of_links_only(latency_seconds: float) -> None:
     graph, costs = SegmentGraph.chain(8), Costs(latency_seconds=latency_seconds)
     seconds = simulate(interleaved(graph, 32, 32, costs), costs).makespan_seconds
-    assert seconds == (32 + 7) * 3 + 14 * latency_seconds == lower_bounds(graph, costs).step_seconds(32)
+    assert seconds == (32 + 7) * 3 + 14 * latency_seconds == bounds_of(graph, 32, costs).step_seconds
 
 
 def test_the_loop_template_hides_links() -> None:
@@ -205,7 +205,7 @@ def test_any_graph_gets_a_proven_schedule_within_the_cap(
     found = interleaved(graph, num_microbatches, active, costs, split_backward=data.draw(st.booleans()))
     check(found)
     assert max(found.peak_live_microbatches) <= active
-    bound = lower_bounds(graph, costs, found.splits_backward).step_seconds(num_microbatches)
+    bound = bounds_of(graph, num_microbatches, costs, found.splits_backward).step_seconds
     assert simulate(found, costs).makespan_seconds >= bound
 
 
