@@ -104,15 +104,15 @@ class _RankQueue:
         self._arrived: deque[Head] = deque()
         self._coming: list[Head] = []
         self._ready: list[Urgency] = []
-        # Backwards that wait while forwards are left (GPipe); None: they need not wait.
-        self._held: list[Head] | None = [] if holds_backwards else None
-        self._forwards_left = sum(task.kind is Kind.FORWARD for task in tasks) * num_microbatches
+        # The forwards for which backwards are held back (GPipe), and these.
+        self._forwards_left = num_microbatches * sum(task.kind is Kind.FORWARD for task in tasks) * holds_backwards
+        self._held: list[Head] = []
 
     def offer(self, seconds: float, urgency: Urgency, task: Task) -> None:
         """Take a task that can start at `seconds`."""
         if task.kind is Kind.FORWARD and not task.segment.index:
             self._arrived.append((seconds, urgency))
-        elif self._held is not None and task.kind is not Kind.FORWARD:
+        elif self._forwards_left and task.kind is not Kind.FORWARD:
             self._held.append((seconds, urgency))
         else:
             heappush(self._coming, (seconds, urgency))
@@ -145,17 +145,13 @@ class _RankQueue:
             self._inside += 1
         self.order.append(task.action(microbatch))
         self._left[microbatch] -= 1
-        if not self._left[microbatch]:
-            self._live -= 1
+        self._live -= not self._left[microbatch]
         if not task.fills_gaps:
             self._left_inside[microbatch] -= 1
-            if not self._left_inside[microbatch]:
-                self._inside -= 1
-        if task.kind is Kind.FORWARD:
+            self._inside -= not self._left_inside[microbatch]
+        if self._forwards_left and task.kind is Kind.FORWARD:
             self._forwards_left -= 1
-        if self._held is not None and not self._forwards_left:
-            for held in self._held:
-                heappush(self._coming, held)
-            self._held = None
+            while self._held and not self._forwards_left:
+                heappush(self._coming, self._held.pop())
         self.free_seconds = seconds + task.seconds
         return self.free_seconds
