@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
-from smpkit.plan.decide import Plan, decide, half_of
-from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, in_dtype
+from smpkit.plan.decide import Plan, decide
+from smpkit.plan.memory import ModelFacts, RankMemory, UnitFacts, half_of, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import BYTES_PER_MICROBATCH, PER_MICROBATCH, UnitCost
@@ -149,7 +149,7 @@ def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
         except ConfigError as error:
             return RuledOut("partition", error.problems[0].message)
         if all(each.total_bytes <= room[0] and each.host_bytes <= room[1] for each in plan.memory):
-            return _prediction(config, job, model, plan, mesh, speed, choices, gap)
+            return Prediction(config, job, plan, choices, _parts(config, job, model, plan, mesh, speed), gap)
         others = choose_layers(config, plan, layers, choices, room, speed, on_host=job.machine.on_host)
         if isinstance(others, RuledOut):
             return others
@@ -208,16 +208,10 @@ def _tensor_collectives(
         yield unit.cost.name, times * machine.collective_seconds("all_reduce", size, mesh.tp_size, hosts)
 
 
-def _prediction(
-    config: ModelParallelConfig,
-    job: Job,
-    model: ModelFacts,
-    plan: Plan,
-    mesh: Mesh,
-    speed: Speed,
-    choices: Mapping[str, Choice],
-    gap: float,
-) -> Prediction:
+def _parts(
+    config: ModelParallelConfig, job: Job, model: ModelFacts, plan: Plan, mesh: Mesh, speed: Speed
+) -> dict[str, float]:
+    """Return what a step is made of, in seconds."""
     assert plan.assignment is not None
     timeline, machine = plan.timeline, job.machine
     busy = [timeline.makespan_seconds - idle for idle in timeline.idle_seconds]
@@ -226,14 +220,13 @@ def _prediction(
     waited = 2 * config.microbatches * sum(speed.collective_seconds.get(name, 0.0) for name in units)
     # Ranks of a host that share cores need together at least this long.
     shared = mesh.size / len(busy) / job.hosts * sum(busy) / machine.parallel_ranks
-    parts = {
+    return {
         "compute": busy[slowest] - waited,
         "bubble": max(timeline.makespan_seconds, shared) - busy[slowest],
         "communication": waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
         "stall": max((each.stall_seconds for each in plan.forecasts), default=0.0),
         "optimizer": max(_num_updated(each, job.optimizer) for each in plan.memory) / machine.updates_per_second,
     }
-    return Prediction(config, job, plan, choices, parts, gap)
 
 
 def _exposed_seconds(
