@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Final
 
 from smpkit.config.modelparallel import ModelParallelConfig, Pipeline
-from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_rank, shares_of
-from smpkit.plan.mesh import Mesh
+from smpkit.plan.memory import ModelFacts, RankMemory, memory_of_rank
+from smpkit.plan.mesh import Coordinates, Mesh
 from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.search import assign, partition
@@ -137,9 +137,12 @@ def decide(
     memory = []
     for stage, live_microbatches in enumerate(peaks(schedule, runs, flow.copies(model.costs))):
         offloaded = (forecasts[stage].device_bytes, forecasts[stage].host_bytes) if forecasts else None
+        # One replica stands for all, unless each keeps other states.
+        rdps = range(mesh.rdp_size if config.shard_optimizer_state else 1)
+        replicas = [[mesh.rank(Coordinates(stage, tp, rdp)) for rdp in rdps] for tp in range(mesh.tp_size)]
         of_ranks = [
-            memory_of_rank(model, assignment, stage, config, share, live_microbatches, optimizer, offloaded)
-            for share in shares_of(mesh, stage, shards_states=config.shard_optimizer_state)
+            memory_of_rank(model, assignment, config, mesh, ranks, live_microbatches, optimizer, offloaded)
+            for ranks in replicas
         ]
         memory.append(max(of_ranks, key=lambda memory: memory.total_bytes))
     return Plan(mesh, timeline, model, assignment, tuple(memory), forecasts, recorded)

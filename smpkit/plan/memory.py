@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pydantic import TypeAdapter
 
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
+from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
@@ -155,17 +155,18 @@ class RankMemory:
 def memory_of_rank(
     model: ModelFacts,
     assignment: Assignment,
-    rank: int,
     config: ModelParallelConfig,
-    share: Share,
+    mesh: Mesh,
+    replicas: Sequence[int],
     live_microbatches: float,
     optimizer: str,
     offloaded: tuple[int, int] | None = None,
 ) -> RankMemory:
-    """Return the memory of a pipeline rank at its peak.
+    """Return the memory of a rank at its peak.
 
     Args:
-        share: which of the ranks that hold the partition.
+        replicas: global ranks that hold the same parameters. They differ at most in the optimizer states that they
+            keep; the one with most of them counts.
         live_microbatches: how many it holds at a time; a chunk of one is a part.
         optimizer: a name of `smpkit.plan.optimizers.OPTIMIZERS`.
         offloaded: with activation offloading, the most bytes of checkpointed layers' inputs on its device and on its
@@ -174,30 +175,33 @@ def memory_of_rank(
     # Trained weights in half precision have float32 masters. With sharded data parallelism what is gathered is in half
     # precision, and what is divided are the masters.
     half, states_per_parameter = half_of(config), OPTIMIZERS[optimizer]
-    replicated = config.ddp and share.dp_size > 1
+    replicated = config.ddp and mesh.dp_size > 1
     degree = config.sharded_data_parallel_degree
+    place = mesh.coordinates(replicas[0])
     places = assignment.partition_of
     held = [
-        {*model.loose}.union(*(unit.tensors for unit in model.units if places[unit.cost.name] == place))
-        for place in range(assignment.num_partitions)
+        {*model.loose}.union(*(unit.tensors for unit in model.units if places[unit.cost.name] == stage))
+        for stage in range(assignment.num_partitions)
     ]
     num_holders = Counter(name for names in held for name in names)
     alone = {name for name in model.tensors if num_holders[name] == 1}
-    whole = {name: _piece_of(model.tensors[name], share) for name in sorted(held[rank])}
+    whole = {name: _piece_of(model.tensors[name], place.tp) for name in sorted(held[place.pp])}
     tensors = [_part_of(tensor, degree) for tensor in whole.values()]
     trained = [tensor for tensor in tensors if tensor.trainable]
-    updated = _updated(trained, share, held[rank] - alone, half, states_per_parameter)
+    updated = trained
+    if config.shard_optimizer_state:
+        updated = _updated(trained, mesh, replicas, held[place.pp] - alone, half, states_per_parameter)
     masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
     alike = [tensor for tensor in updated if tensor.dtype != half]
     reduced = [
         tensor
         for tensor in trained
-        if (replicated and (share.rdp_size > 1 or not tensor.over_replicas)) or tensor.name not in alone
+        if (replicated and (mesh.rdp_size > 1 or not tensor.over_replicas)) or tensor.name not in alone
     ]
-    costs = [unit.cost for unit in model.units if places[unit.cost.name] == rank]
+    costs = [unit.cost for unit in model.units if places[unit.cost.name] == place.pp]
     boundary = sum(cost.boundary_bytes for cost in costs)
     on_device, on_host = offloaded or (round(boundary * live_microbatches), 0)
-    other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches)
+    other = round((assignment.loads[place.pp].activation_bytes - boundary) * live_microbatches)
     activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
     return RankMemory(
         num_parameters=sum(tensor.num_elements for tensor in tensors),
@@ -230,44 +234,11 @@ def _states_bytes(tensors: Iterable[TensorFacts], half: str | None, states_per_p
     )
 
 
-@dataclass(frozen=True)
-class Share:
-    """What of a pipeline partition a rank has, of those that hold one.
-
-    Args:
-        tp_rank: position among the ranks that share distributed modules.
-        dp_size: how many ranks hold the partition.
-        rdp_size: how many are exact replicas.
-        positions: where optimizer states are dealt out, for each rank that is meant its position among `dp_size` and
-            among `rdp_size` ranks; the rank with most states counts. Empty: each rank has all states.
-    """
-
-    tp_rank: int = 0
-    dp_size: int = 1
-    rdp_size: int = 1
-    positions: tuple[tuple[int, int], ...] = ()
-
-
-def shares_of(mesh: Mesh, pp_rank: int, *, shards_states: bool) -> list[Share]:
-    """Return the shares of all ranks that hold a pipeline partition: one of each tensor rank, whose replicas are alike.
-
-    Where states are sharded, replicas differ in the states that they keep.
-    """
-    shares = []
-    for tp in range(mesh.tp_size):
-        ranks = [mesh.rank(Coordinates(pp_rank, tp, rdp)) for rdp in range(mesh.rdp_size)] if shards_states else []
-        positions = tuple(
-            (mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)) for rank in sorted(ranks)
-        )
-        shares.append(Share(tp, mesh.dp_size, mesh.rdp_size, positions))
-    return shares
-
-
-def _piece_of(tensor: TensorFacts, share: Share) -> TensorFacts:
-    """Return what the rank holds of a tensor that tensor parallelism may have divided."""
+def _piece_of(tensor: TensorFacts, tp_rank: int) -> TensorFacts:
+    """Return what a rank holds of a tensor that tensor parallelism may have divided."""
     if not tensor.pieces:
         return tensor
-    num_bytes = tensor.pieces[share.tp_rank]
+    num_bytes = tensor.pieces[tp_rank]
     size = max(tensor.num_bytes // max(tensor.num_elements, 1), 1)
     rows = tensor.rows * num_bytes // tensor.num_bytes if tensor.rows_divided else tensor.rows
     return replace(tensor, num_bytes=num_bytes, num_elements=num_bytes // size, rows=rows)
@@ -286,17 +257,20 @@ def _part_of(tensor: TensorFacts, degree: int) -> TensorFacts:
 
 
 def _updated(
-    trained: Sequence[TensorFacts], share: Share, tied: Collection[str], half: str | None, states_per_parameter: int
+    trained: Sequence[TensorFacts],
+    mesh: Mesh,
+    replicas: Sequence[int],
+    tied: Collection[str],
+    half: str | None,
+    states_per_parameter: int,
 ) -> list[TensorFacts]:
-    """Return the trained tensors whose optimizer states the fullest rank keeps, dealt out as the runtime does.
+    """Return the trained tensors whose optimizer states the fullest replica keeps, dealt out as the runtime does.
 
     Args:
         tied: names of tensors that other pipeline ranks hold too; they are counted on each of their ranks.
     """
-    if not share.positions:
-        return list(trained)
     everywhere = [each for each in trained if each.name in tied]
-    loads = {False: [0] * share.dp_size, True: [0] * share.rdp_size}
+    loads = {False: [0] * mesh.dp_size, True: [0] * mesh.rdp_size}
     dealt: defaultdict[tuple[bool, int], list[TensorFacts]] = defaultdict(list)
     for each in sorted(trained, key=lambda each: each.num_bytes, reverse=True):
         if each.name not in tied:
@@ -304,7 +278,8 @@ def _updated(
             owner = load.index(min(load))
             load[owner] += each.num_bytes
             dealt[each.over_replicas, owner].append(each)
-    kept = ([*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in share.positions)
+    positions = [(mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)) for rank in replicas]
+    kept = ([*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in positions)
     return max(kept, key=lambda tensors: _states_bytes(tensors, half, states_per_parameter))
 
 

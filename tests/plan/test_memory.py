@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.memory import ModelFacts, RankMemory, Share, TensorFacts, UnitFacts, memory_of_rank
+from smpkit.plan.memory import ModelFacts, RankMemory, TensorFacts, UnitFacts, memory_of_rank
+from smpkit.plan.mesh import Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import assign
@@ -40,8 +41,8 @@ def config(**parameters: Any) -> ModelParallelConfig:
 def memory(places: dict[str, int], *, traced: bool = True, replicated: bool = False) -> list[RankMemory]:
     facts = model(traced=traced)
     assignment = assign(facts.costs, 2, places, 0)
-    share = Share(dp_size=2, rdp_size=2) if replicated else Share()
-    return [memory_of_rank(facts, assignment, rank, config(), share, 3 - 2 * rank, "adamw") for rank in (0, 1)]
+    mesh = Mesh(2, 1, 1 + replicated)
+    return [memory_of_rank(facts, assignment, config(), mesh, [rank], 3 - 2 * rank, "adamw") for rank in (0, 1)]
 
 
 APART = {"embed": 0, "block": 0, "head": 1}
@@ -60,7 +61,8 @@ def test_every_kind_is_counted() -> None:
 
 def test_half_precision_has_masters_and_their_gradients_only_in_a_step() -> None:
     facts = model(traced=False)
-    first = memory_of_rank(facts, assign(facts.costs, 1, {}, 0), 0, config(bf16=True), Share(), 1, "adamw")
+    alone = assign(facts.costs, 1, {}, 0)
+    first = memory_of_rank(facts, alone, config(bf16=True), Mesh(1, 1, 1), [0], 1, "adamw")
     assert first.masters_bytes == 4 * 50
     assert first.optimizer_bytes == 2 * (400 + 4 * 50 + 28)
     assert first.gradients_bytes == 400 + 100 + 28
@@ -121,7 +123,7 @@ def test_parts_over_replicas_are_padded_and_two_blocks_are_gathered_at_a_time() 
     facts = ModelFacts("Net", units, tensors, (), traced=False, blocks=(("a",), ("b",), ("c",)))
     one = assign(facts.costs, 1, {}, 0)
     sharded = config(sharded_data_parallel_degree=2, sdp_param_persistence_threshold=0)
-    rank = memory_of_rank(facts, one, 0, sharded, Share(dp_size=2, rdp_size=2), 1, "adamw")
+    rank = memory_of_rank(facts, one, sharded, Mesh(1, 1, 2), [0], 1, "adamw")
     assert rank.parameters_bytes == 3 * 4 * 30  # three rows of five
     assert rank.gathered_bytes == 2 * 200
 
@@ -129,7 +131,9 @@ def test_parts_over_replicas_are_padded_and_two_blocks_are_gathered_at_a_time() 
 def test_states_of_what_two_pipeline_ranks_hold_are_on_both() -> None:
     facts = model(traced=False)
     places = assign(facts.costs, 2, APART, 0)
-    share = Share(dp_size=2, rdp_size=2, positions=((0, 0), (1, 1)))
-    first, last = (memory_of_rank(facts, places, rank, config(), share, 1, "adamw") for rank in (0, 1))
+    sharded = config(shard_optimizer_state=True)
+    first, last = (
+        memory_of_rank(facts, places, sharded, Mesh(2, 1, 2), [stage, 2 + stage], 1, "adamw") for stage in (0, 1)
+    )
     assert first.optimizer_bytes == 2 * (400 + 28 + 100)
     assert last.optimizer_bytes == 2 * (400 + 28)

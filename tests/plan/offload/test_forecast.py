@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.memory import ModelFacts, Share, UnitFacts, memory_of_rank
+from smpkit.plan.memory import ModelFacts, UnitFacts, memory_of_rank
+from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.partition.assignment import Assignment, UnitCost
@@ -98,9 +99,9 @@ def test_layers_are_those_of_the_segments() -> None:
 def test_memory_of_a_rank_counts_boundaries_and_one_recomputation(
     offloaded: list[tuple[int, int] | None], boundaries: list[tuple[int, int]]
 ) -> None:
-    assignment = _assignment([0, 0, 0, 1, 1, 1])
+    config, assignment = ModelParallelConfig(), _assignment([0, 0, 0, 1, 1, 1])
     held = [
-        memory_of_rank(_MODEL, assignment, rank, ModelParallelConfig(), Share(), 2 - rank, "sgd", offloaded[rank])
+        memory_of_rank(_MODEL, assignment, config, Mesh(2, 1, 1), [rank], 2 - rank, "sgd", offloaded[rank])
         for rank in (0, 1)
     ]
     assert [(rank.boundaries_bytes, rank.host_bytes) for rank in held] == boundaries

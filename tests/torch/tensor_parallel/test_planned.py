@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import smpkit.torch as smp
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.memory import memory_of_rank, shares_of
-from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.plan.memory import memory_of_rank
+from smpkit.plan.mesh import Mesh
 from smpkit.plan.partition.search import partition
 from smpkit.torch.describe import describe
 from tests.models_of_others import DIVISIBLE
@@ -83,16 +82,9 @@ def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, 
     assert model.traced or name == "Mixtral"  # how many tokens an expert gets is a value
     assignment = partition(model.costs, cfg.pipeline_parallel_degree, cfg.memory_weight)
     result = {}
-    for stage in range(cfg.pipeline_parallel_degree):
-        ranks = [rank for rank in range(RANKS) if mesh.coordinates(rank).pp == stage]
-        shares = shares_of(mesh, stage, shards_states=cfg.shard_optimizer_state)
-        for rank in ranks:
-            share = shares[mesh.coordinates(rank).tp]
-            if share.positions:  # the states that this rank keeps
-                own = mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)
-                share = replace(share, positions=(own,))
-            memory = memory_of_rank(model, assignment, stage, cfg, share, 1.0, "adamw")
-            result[rank] = (memory.parameters_bytes, memory.masters_bytes, memory.optimizer_bytes)
+    for rank in range(RANKS):
+        memory = memory_of_rank(model, assignment, cfg, mesh, [rank], 1.0, "adamw")
+        result[rank] = (memory.parameters_bytes, memory.masters_bytes, memory.optimizer_bytes)
     return result
 
 
