@@ -22,6 +22,7 @@ from smpkit.plan.schedule.actions import Action, Costs, Schedule, to_json
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.simulate import Timeline, simulate
 from smpkit.plan.schedule.templates import one_f_one_b
+from tests.plan.graphs import carrying
 
 MILLISECOND = 1_000_000
 COSTS = Costs(forward_seconds=1e-3, backward_seconds=2e-3, latency_seconds=1e-4)
@@ -29,7 +30,7 @@ COSTS = Costs(forward_seconds=1e-3, backward_seconds=2e-3, latency_seconds=1e-4)
 
 def chain(num_ranks: int, num_microbatches: int, num_bytes: int = 1024) -> Schedule:
     """1F1B of a chain whose ranks hand on `num_bytes`."""
-    return replace(one_f_one_b(num_ranks, num_microbatches), graph=SegmentGraph.chain(num_ranks, num_bytes=num_bytes))
+    return replace(one_f_one_b(num_ranks, num_microbatches), graph=carrying(num_bytes, SegmentGraph.chain(num_ranks)))
 
 
 def write_log(folder: Path, log: RankLog) -> Path:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.graph import Segment, SegmentGraph, Transfer
+
+
+def carrying(num_bytes: int, graph: SegmentGraph) -> SegmentGraph:
+    """Return a graph each of whose messages has so many bytes."""
+    messages = (replace(each, num_bytes=num_bytes * each.is_message) for each in graph.transfers)
+    return replace(graph, transfers=tuple(messages))
+
 
 # Machines that run tests are shared; a slow example is no failure, the timeout of the test is.
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,7 +48,7 @@ IDLE_RANK = SegmentGraph(4, (Segment(0, 0), Segment(2, 0), Segment(3, 0)), (Tran
 NAMED = {
     "one rank": SegmentGraph.chain(1),
     "chain of 2": SegmentGraph.chain(2),
-    "chain of 4": SegmentGraph.chain(4, num_bytes=3),
+    "chain of 4": carrying(3, SegmentGraph.chain(4)),
     "loop": SegmentGraph.loop(3, 2),
     "evaluation": SegmentGraph.chain(3, has_backward=False),
     "tied head": TIED_HEAD,

@@ -14,6 +14,7 @@ from smpkit.plan.schedule.actions import check
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import RecordedGraph, SentValue
 from smpkit.plan.speed import Speed
+from tests.plan.graphs import carrying
 from tests.plan.tune.models import gpt
 
 SPEED = Speed(1e14, LinkSpeed(2e10, 2e10), 1e-5, 1e-10)
@@ -37,7 +38,7 @@ def config(**values: Any) -> ModelParallelConfig:
 def test_ranks_hold_one_microbatch_more_than_1f1b_where_there_is_room(
     degree: int, active: int, live: tuple[int, ...]
 ) -> None:
-    schedule = Policy("interleaved", active).schedule(SegmentGraph.chain(degree, num_bytes=8), 16)
+    schedule = Policy("interleaved", active).schedule(carrying(8, SegmentGraph.chain(degree)), 16)
     check(schedule)
     assert schedule.peak_live_microbatches == live
     plan = decide(config(pipeline_parallel_degree=degree, active_microbatches=active, microbatches=16), degree)

@@ -97,26 +97,22 @@ class SegmentGraph:
         _ = self.topological  # raises where the graph has a circle
 
     @classmethod
-    def chain(cls, num_ranks: int, has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
-        """Make the common case: every rank once, each handing `num_bytes` to the next."""
-        return cls.path([Segment(rank, 0) for rank in range(num_ranks)], has_backward, num_bytes)
+    def chain(cls, num_ranks: int, has_backward: bool = True) -> SegmentGraph:
+        """Make the common case: every rank once, each handing a value to the next."""
+        return cls.loop(num_ranks, 1, has_backward)
 
     @classmethod
-    def loop(cls, num_ranks: int, num_chunks: int, has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
+    def loop(cls, num_ranks: int, num_chunks: int, has_backward: bool = True) -> SegmentGraph:
         """Make a chain that goes round all ranks `num_chunks` times (interleaved virtual stages)."""
         visits = [Segment(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
-        return cls.path(visits, has_backward, num_bytes)
+        return cls.path(visits, has_backward)
 
     @classmethod
-    def path(cls, segments: Iterable[Segment], has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
-        """Make the graph in which each segment hands one value of `num_bytes` to the next."""
-        visits = tuple(segments)
-        transfers = tuple(
-            Transfer(source, target, num_bytes if source.rank != target.rank else 0)
-            for source, target in pairwise(visits)
-        )
-        num_ranks = max((segment.rank for segment in visits), default=-1) + 1
-        return cls(num_ranks, visits, transfers, has_backward)
+    def path(cls, segments: Sequence[Segment], has_backward: bool = True) -> SegmentGraph:
+        """Make the graph in which each segment hands one value to the next."""
+        transfers = tuple(Transfer(source, target) for source, target in pairwise(segments))
+        num_ranks = max((segment.rank for segment in segments), default=-1) + 1
+        return cls(num_ranks, tuple(segments), transfers, has_backward)
 
     @classmethod
     def of(cls, counts: Sequence[int], messages: Iterable[Transfer], has_backward: bool) -> SegmentGraph:

@@ -8,7 +8,7 @@ from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import bounds_of
-from tests.plan.graphs import IDLE_RANK, SETTINGS, costs_of, graphs
+from tests.plan.graphs import IDLE_RANK, SETTINGS, carrying, costs_of, graphs
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 4), (2, 8), (4, 16), (8, 32)])
@@ -20,7 +20,7 @@ def test_the_bound_of_a_chain_is_the_ideal(num_ranks: int, num_microbatches: int
 
 def test_one_microbatch_alone_takes_the_critical_path() -> None:
     costs = Costs(latency_seconds=0.5, seconds_per_byte=0.25)
-    bounds = bounds_of(SegmentGraph.chain(2, num_bytes=2), 1, costs)
+    bounds = bounds_of(carrying(2, SegmentGraph.chain(2)), 1, costs)
     assert bounds.step_seconds == 1 + 1 + 1 + 2 + 1 + 2
     assert bounds.full_pipe == (8 / 3, 1)
 

@@ -11,15 +11,14 @@ from tests.plan.graphs import ENCODER_DECODER, IDLE_RANK, SETTINGS, TIED_HEAD, U
 A, B, A1 = Segment(0, 0), Segment(1, 0), Segment(0, 1)
 
 
-def test_chain_hands_bytes_from_rank_to_rank() -> None:
-    graph = SegmentGraph.chain(3, num_bytes=5)
+def test_chain_hands_values_from_rank_to_rank() -> None:
+    graph = SegmentGraph.chain(3)
     assert [str(each) for each in graph.topological] == ["rank 0 segment 0", "rank 1 segment 0", "rank 2 segment 0"]
-    assert [(t.source.rank, t.target.rank, t.num_bytes) for t in graph.transfers] == [(0, 1, 5), (1, 2, 5)]
+    assert [(t.source.rank, t.target.rank) for t in graph.transfers] == [(0, 1), (1, 2)]
 
 
-def test_path_keeps_values_on_a_rank_for_free() -> None:
-    graph = SegmentGraph.path([A, A1, B], num_bytes=7)
-    assert [(t.num_bytes, t.is_message) for t in graph.transfers] == [(0, False), (7, True)]
+def test_path_keeps_values_on_a_rank() -> None:
+    assert [each.is_message for each in SegmentGraph.path([A, A1, B]).transfers] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.templates import looped
 from tests.plan.counted import lines_of
-from tests.plan.graphs import SETTINGS, TIED_HEAD, costs_of, graphs
+from tests.plan.graphs import SETTINGS, TIED_HEAD, carrying, costs_of, graphs
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 17])
@@ -67,7 +67,7 @@ def test_a_rank_that_is_visited_twice_needs_more_microbatches(cap: int, seconds:
 
 
 def test_messages_of_one_link_follow_each_other() -> None:
-    graph = SegmentGraph.chain(2, has_backward=False, num_bytes=4)
+    graph = carrying(4, SegmentGraph.chain(2, has_backward=False))
     _, seconds = list_schedule(graph, 3, [3, 3], Costs(1, 2, latency_seconds=0.5, seconds_per_byte=1))
     assert seconds == 1 + 3 * 4 + 0.5 + 1
 
