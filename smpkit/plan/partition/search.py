@@ -15,7 +15,7 @@ from typing import Final
 
 from smpkit.errors import ConfigError, Problem
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
-from smpkit.plan.partition.cut import cut
+from smpkit.plan.partition.cut import Cost, cut
 
 _WHOLE: Final = 10**9
 """Costs are whole numbers, this many for the whole model: sums are exact, so ties are ties on every machine."""
@@ -35,8 +35,7 @@ def partition(
         memory_weight: 1 balances memory only, 0 compute only.
     """
     _require(_shortage(len(units), num_partitions, num_chunks))
-    costs = _RangeCosts(units, memory_weight)
-    ends = cut(len(units), num_partitions * num_chunks, costs.of)
+    ends = cut(len(units), num_partitions * num_chunks, _range_costs(units, memory_weight))
     places = {
         index: chunk % num_partitions
         for chunk, (start, end) in enumerate(pairwise([0, *ends]))
@@ -101,30 +100,25 @@ def _require(problems: Sequence[Problem]) -> None:
         raise ConfigError(problems, subject="partitioning")
 
 
-class _RangeCosts:
-    """The cost of neighbouring units on one partition."""
+def _range_costs(units: Sequence[UnitCost], memory_weight: float) -> Cost:
+    """Return the cost of neighbouring units on one partition; it never falls when there are more of them."""
+    private = [unit.private_parameters_bytes + unit.activation_bytes for unit in units]
+    shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
+    holders = {key: [index for index, unit in enumerate(units) if key in unit.shared] for key in shared}
+    total = sum(private) + sum(shared.values())
+    share_of_byte = memory_weight * _WHOLE / total if total else 0.0
+    # Running sums: what units from `start` to before `end` cost is a difference of two.
+    compute_before = [*accumulate(_compute_shares(units, memory_weight), initial=0)]
+    private_before = [*accumulate(private, initial=0)]
 
-    def __init__(self, units: Sequence[UnitCost], memory_weight: float) -> None:
-        private = [unit.private_parameters_bytes + unit.activation_bytes for unit in units]
-        # Running sums: what units from `start` to before `end` cost is a difference of two.
-        self._compute = [*accumulate(_compute_shares(units, memory_weight), initial=0)]
-        self._private = [*accumulate(private, initial=0)]
-        self._shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
-        self._holders: dict[str, list[int]] = {key: [] for key in self._shared}
-        for index, unit in enumerate(units):
-            for key in unit.shared:
-                self._holders[key].append(index)
-        total = sum(private) + sum(self._shared.values())
-        self._share_of_byte = memory_weight * _WHOLE / total if total else 0.0
-
-    def of(self, start: int, end: int) -> int:
-        """Return the cost of the units from `start` to before `end`; it never falls when there are more of them."""
-        memory = self._private[end] - self._private[start]
-        for key, num_bytes in self._shared.items():
-            holders = self._holders[key]
-            if bisect_left(holders, start) < bisect_left(holders, end):
+    def cost(start: int, end: int) -> int:
+        memory = private_before[end] - private_before[start]
+        for key, num_bytes in shared.items():
+            if bisect_left(holders[key], start) < bisect_left(holders[key], end):
                 memory += num_bytes
-        return self._compute[end] - self._compute[start] + round(memory * self._share_of_byte)
+        return compute_before[end] - compute_before[start] + round(memory * share_of_byte)
+
+    return cost
 
 
 def _compute_shares(units: Sequence[UnitCost], memory_weight: float) -> list[int]:
