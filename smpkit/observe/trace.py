@@ -109,18 +109,15 @@ def _rank_events(run: Run, rank: int, numbers: Sequence[int]) -> Iterator[TraceE
 
 def _step_events(tracks: _Tracks, step: RankStep) -> Iterator[TraceEvent]:
     yield tracks.span("steps", f"{step.span.name} {step.span.number}", step.span.start_ns, step.span.end_ns)
-    spans = [
-        (
-            (action.start_ns, action.end_ns),
-            f"{action.kind}{action.microbatch}{f'.{action.segment}' if action.segment else ''}",
-            {"step": action.step, "microbatch": action.microbatch, "segment": action.segment},
-        )
-        for action in step.actions
-    ]
+    spans = []
+    for action in step.actions:
+        name = f"{action.kind}{action.microbatch}{f'.{action.segment}' if action.segment else ''}"
+        arguments = {"step": action.step, "microbatch": action.microbatch, "segment": action.segment}
+        spans.append((name, action.start_ns, action.end_ns, arguments))
     receives = [message for message in step.messages if message.direction == "receive"]
-    spans += [((each.start_ns, each.end_ns), f"wait for rank {each.peer}", {}) for each in receives]
-    for times, name, arguments in sorted(spans, key=lambda span: (span[0][0], -span[0][1])):
-        yield tracks.span("compute", name, *times, **arguments)
+    spans += [(f"wait for rank {each.peer}", each.start_ns, each.end_ns, {}) for each in receives]
+    for name, start_ns, end_ns, arguments in sorted(spans, key=lambda span: (span[1], -span[2])):
+        yield tracks.span("compute", name, start_ns, end_ns, **arguments)
     for message in step.messages:
         track, word = ("sends", "to") if message.direction == "send" else ("receives", "from")
         arguments = {"bytes": message.num_bytes, "tag": message.tag}
