@@ -98,13 +98,19 @@ INSTANCES: Final[Mapping[str, Instance]] = {
 """By the name in `compute.instance_type`."""
 
 
+_SLOWER_CARDS: Final = frozenset({"V100", "H100", "H200"})
+"""Models whose PCIe and NVL cards compute less than the modules that instances have; A100's compute as much."""
+
+
 def published_flops(device: str, half: str | None) -> tuple[str, float] | None:
-    """Return the model and the peak of an accelerator, in half precision or (None) single; None: it is not published.
+    """Return the model and the peak of an accelerator, in half precision or (None) single; None: it is not known here.
 
     Args:
         device: its name, such as `NVIDIA A100-SXM4-40GB`.
     """
     words = set(re.split(r"[\s-]+", device))
+    if words & {"PCIe", "PCIE", "NVL"}:
+        words -= _SLOWER_CARDS
     for instance in INSTANCES.values():
         gpu = instance.accelerator
         flops = gpu.single_flops if half is None else gpu.half_flops

@@ -63,6 +63,7 @@ def test_ranks_that_share_cores_are_slower_together() -> None:
     [
         ("NVIDIA A100-SXM4-40GB", "bfloat16", 312e12),
         ("NVIDIA A100-SXM4-80GB", None, 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", "bfloat16", 312e12),
         ("NVIDIA H100 80GB HBM3", "float16", 989.4e12),
         ("Tesla V100-SXM2-16GB", "float16", 125e12),
         ("Tesla T4", "float16", 65.1e12),
@@ -72,6 +73,11 @@ def test_a_published_flops_is_found_by_what_torch_calls_a_device(
     device: str, half: str | None, expected: float
 ) -> None:
     assert published_flops(device, half) == (device.replace("-", " ").split()[1], expected)
+
+
+def test_cards_that_are_slower_than_the_modules_of_their_name_are_not_taken_for_them() -> None:
+    cards = ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "Tesla V100-PCIE-16GB"]
+    assert [published_flops(card, "bfloat16") for card in cards] == [None] * 4
 
 
 @pytest.mark.parametrize("device", ["NVIDIA A10G", "NVIDIA L40S", "cpu", "AMD Instinct MI300X"])
