@@ -29,17 +29,6 @@ _SECONDS: Final = 1e-9
 
 
 @dataclass(frozen=True)
-class Matched:
-    """A message at both ends."""
-
-    sender: int
-    """Global rank; so is `receiver`."""
-    receiver: int
-    send: MessageSpan
-    receive: MessageSpan
-
-
-@dataclass(frozen=True)
 class ExecutedLinkUse:
     """What one rank sent to another in the step."""
 
@@ -105,7 +94,7 @@ def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:
     ranks = run.pipelines[pipeline]
     steps = [run.step(rank, number) for rank in ranks]
     begin = run.begin_ns(number, pipeline)
-    sent_at = {each.receive: each.send.start_ns for each in match_messages(run, number, ranks)}
+    sent_at = {receive: send.start_ns for send, receive in match_messages(run, number, ranks)}
     stages = [_stage(step, sent_at, ranks, begin) for step in steps]
     spans, stalls = zip(*stages, strict=True)
     return ExecutedStep(
@@ -185,8 +174,8 @@ def _schedule(spans: Sequence[Sequence[ActionInterval]]) -> Schedule:
 # --- the waits --------------------------------------------------------------------------------------------------------
 
 
-def match_messages(run: Run, number: int, ranks: Sequence[int]) -> list[Matched]:
-    """Pair what was sent in a step with what was received, by ranks and tag; the n-th with the n-th."""
+def match_messages(run: Run, number: int, ranks: Sequence[int]) -> Iterator[tuple[MessageSpan, MessageSpan]]:
+    """Yield what was sent in a step with what was received of it, by ranks and tag; the n-th with the n-th."""
     sent: defaultdict[tuple[int, int, int], list[MessageSpan]] = defaultdict(list)
     received: defaultdict[tuple[int, int, int], list[MessageSpan]] = defaultdict(list)
     for rank in ranks:
@@ -195,11 +184,8 @@ def match_messages(run: Run, number: int, ranks: Sequence[int]) -> list[Matched]
                 sent[rank, message.peer, message.tag].append(message)
             else:
                 received[message.peer, rank, message.tag].append(message)
-    return [
-        Matched(sender, receiver, send, receive)
-        for (sender, receiver, tag), sends in sent.items()
-        for send, receive in zip(sends, received[sender, receiver, tag], strict=False)
-    ]
+    for key, sends in sent.items():
+        yield from zip(sends, received[key], strict=False)
 
 
 def _stage(

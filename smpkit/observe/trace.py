@@ -157,12 +157,12 @@ def _flows(run: Run, number: int, events: Sequence[TraceEvent]) -> Iterator[Trac
     """Draw an arrow for every message, from the span that sends to the one that receives."""
     threads = {(e["pid"], e["cat"], e["ts"], e["args"].get("tag")): e["tid"] for e in events if e["ph"] == "X"}
     for pipeline, ranks in enumerate(run.pipelines):
-        for count, each in enumerate(match_messages(run, number, ranks)):
+        for count, (send, receive) in enumerate(match_messages(run, number, ranks)):
             # A receive may have been waiting before the send: the arrow ends inside of it, after its own beginning.
-            landing = min(max(each.receive.start_ns, each.send.start_ns), each.receive.end_ns)
+            landing = min(max(receive.start_ns, send.start_ns), receive.end_ns)
             for phase, rank, track, message, at_ns in (
-                ("s", each.sender, "sends", each.send, each.send.start_ns),
-                ("f", each.receiver, "receives", each.receive, landing),
+                ("s", receive.peer, "sends", send, send.start_ns),
+                ("f", send.peer, "receives", receive, landing),
             ):
                 thread = threads[rank, track, _microseconds(message.start_ns), message.tag]
                 name = {"name": "message", "cat": "message", "id": f"{number}.{pipeline}.{count}"}
