@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -21,15 +21,15 @@ from typing import Any, Final
 from smpkit.config.confidential import hide_in_line
 from smpkit.errors import SmpkitError
 from smpkit.observe import runs
-from smpkit.observe.events import Counter, HeldBytes, find_events
+from smpkit.observe.events import Counter, find_events
 from smpkit.observe.executed import ExecutedLinkUse, as_json, executed_step, links_of
 from smpkit.observe.merge import Run, read_run
 from smpkit.observe.summary import RunSummary, SummaryError, read_summary
 from smpkit.observe.values import LOSS, read_values
 from smpkit.units import amount
 
-DEVICE_KINDS: Final = ("weights", "gradients", "states", "activations", "parked", "other")
-"""What lies on the device, in the order in which it is stacked."""
+KINDS: Final = ("weights", "gradients", "states", "activations", "parked", "other", "offloaded")
+"""What lies on the device, in the order in which it is stacked, and the one kind that lies on the host."""
 _MOST_RANKS: Final = 16
 _MOST_PIPELINES: Final = 8
 _MOST_POINTS: Final = 2000
@@ -79,7 +79,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class StepMemory:
     """What one rank holds over a step, and has moved to the host and back since it began; lists of one length."""
 
     rank: int
@@ -99,7 +99,7 @@ class StepView:
     """`typical`, `slowest` or `first`."""
     pipelines: tuple[dict[str, Any], ...]
     """As `executed.as_json` has them; of many ranks the first, the last and the busiest."""
-    memory: tuple[RankMemory, ...]
+    memory: tuple[StepMemory, ...]
 
 
 @dataclass(frozen=True)
@@ -281,9 +281,8 @@ def _thinned(curve: Curve) -> Curve:
         some = range(start, min(start + size, length))
         points = [(value, at) for at in some if (value := curve.values[at]) is not None]
         kept |= {min(points)[1], max(points)[1]} if points else {start}
-    chosen = sorted(kept)
-    steps, values = ([column[at] for at in chosen] for column in (curve.steps, curve.values))
-    return replace(curve, steps=tuple(steps), values=tuple(values))  # type: ignore[arg-type]
+    shown = sorted(kept)
+    return replace(curve, steps=tuple(curve.steps[at] for at in shown), values=tuple(curve.values[at] for at in shown))
 
 
 def _degrees(events: Run | None, summary: RunSummary | None) -> tuple[int, int, int] | None:
@@ -412,14 +411,13 @@ def _step_views(run: Run, main: StepTimes) -> Iterator[StepView]:
         yield StepView(number, why, pipelines, tuple(each for each in memory if each is not None))
 
 
-def _memory(run: Run, number: int, rank: int, begin_ns: int) -> RankMemory | None:
+def _memory(run: Run, number: int, rank: int, begin_ns: int) -> StepMemory | None:
     """Return the memory of a rank over a step; None if it was not recorded."""
     samples = run.step(rank, number).samples
     if not samples:
         return None
-    kinds = [field.name for field in fields(HeldBytes) if field.name in (*DEVICE_KINDS, "offloaded")]
-    held = {kind: [getattr(each, kind) for each in samples] for kind in kinds}
-    return RankMemory(
+    held = {kind: [getattr(each, kind) for each in samples] for kind in KINDS}
+    return StepMemory(
         rank=rank,
         at_seconds=tuple(round((each.at_ns - begin_ns) * 1e-9, 7) for each in samples),
         bytes={kind: tuple(None if size < 0 else size for size in sizes) for kind, sizes in held.items()},

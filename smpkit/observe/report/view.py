@@ -20,7 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from smpkit.config.words import duration
-from smpkit.observe.report.data import DEVICE_KINDS, Content, first_last_and_busiest
+from smpkit.observe.report.data import KINDS, Content, first_last_and_busiest
 from smpkit.observe.summary import RankSummary, parts_of
 from smpkit.observe.summary_text import gained
 from smpkit.units import amount, count, seconds
@@ -28,7 +28,6 @@ from smpkit.version import __version__
 
 _SCRIPTS: Final = ("uplot.js", "schedule.js", "charts.js")
 _STYLES: Final = ("uplot.css", "report.css")
-_KINDS: Final = (*DEVICE_KINDS, "offloaded")
 _NOTHING: Final = "–"
 _PARAMETERS: Final = "distribution.smdistributed.modelparallel.parameters."
 _ALWAYS_DIFFERENT: Final = ("started", "command")
@@ -85,7 +84,7 @@ class _RunView:
         self.parts = parts_of(self.splits)
         held = [rank.most_bytes for rank in self.ranks]
         self.peaks = self._chosen(lambda rank: rank.most_bytes) if any(held) else []
-        self.kinds = [kind for kind in _KINDS if any(getattr(rank.peak, kind) for rank in self.peaks)]
+        self.kinds = [kind for kind in KINDS if any(getattr(rank.peak, kind) for rank in self.peaks)]
         self.planned = {rank.rank: rank.planned for rank in self.ranks if rank.planned is not None}
         pipeline, tensor, data = content.degrees or (0, 0, 0)
         self.size = pipeline * tensor * data
@@ -261,7 +260,6 @@ def _template() -> jinja2.Template:
     return environment.get_template("page.html.j2")
 
 
-@cache
 def _asset(name: str) -> str:
     return (files("smpkit.observe.report") / "assets" / name).read_text(encoding="utf-8")
 
