@@ -18,12 +18,8 @@ _WIDTH: Final = 71
 _INDENT: Final = " " * 8
 
 
-def block(summary: RunSummary) -> list[str]:
-    """Return the lines."""
-    return list(_lines(summary))
-
-
-def _lines(summary: RunSummary) -> Iterator[str]:
+def block(summary: RunSummary) -> Iterator[str]:
+    """Yield the lines."""
     steps = f"run     {summary.steps:,} step{'s' * (summary.steps != 1)}"
     rates = list(_rates(summary))
     if summary.steps_per_s is None:

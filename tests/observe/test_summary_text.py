@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from smpkit.config.words import duration
+from smpkit.observe import summary_text
 from smpkit.observe.summary import Gain, KindBytes, RankSummary, RunSummary, Split
-from smpkit.observe.summary_text import block
 from smpkit.units import amount, count, seconds
 
 MIB = 2**20
@@ -30,6 +30,10 @@ TWO = replace(
     gains=(Gain("offload_activations", 1, 36 * MIB, 41 * MIB, "measured", 0.0042),),
     notes=("rank 3 had not ended 10 s later",),
 )
+
+
+def block(summary: RunSummary) -> list[str]:
+    return [*summary_text.block(summary)]
 
 
 def test_one_rank_is_told_in_few_lines() -> None:
