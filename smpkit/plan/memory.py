@@ -172,9 +172,6 @@ def memory_of_rank(
         offloaded: with activation offloading, the most bytes of checkpointed layers' inputs on its device and on its
             host; None: all of them stay on the device.
     """
-    # Trained weights in half precision have float32 masters. With sharded data parallelism what is gathered is in half
-    # precision, and what is divided are the masters.
-    half, states_per_parameter = half_of(config), OPTIMIZERS[optimizer]
     replicated = config.ddp and mesh.dp_size > 1
     degree = config.sharded_data_parallel_degree
     place = mesh.coordinates(replicas[0])
@@ -188,11 +185,15 @@ def memory_of_rank(
     whole = {name: _piece_of(model.tensors[name], place.tp) for name in sorted(held[place.pp])}
     tensors = [_part_of(tensor, degree) for tensor in whole.values()]
     trained = [tensor for tensor in tensors if tensor.trainable]
-    updated = trained
-    if config.shard_optimizer_state:
-        updated = _updated(trained, mesh, replicas, held[place.pp] - alone, half, states_per_parameter)
-    masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
-    alike = [tensor for tensor in updated if tensor.dtype != half]
+    updated = _dealt(trained, mesh, replicas, held[place.pp] - alone) if config.shard_optimizer_state else [trained]
+    # Trained weights in half precision have float32 masters. With sharded data parallelism what is gathered is in half
+    # precision, and what is divided are the masters.
+    half, states = half_of(config), []
+    for kept in updated:
+        masters = sum(4 * tensor.num_elements for tensor in kept if tensor.dtype == half)
+        others = _bytes(tensor for tensor in kept if tensor.dtype != half)
+        states.append((masters, OPTIMIZERS[optimizer] * (masters + others)))
+    masters_bytes, optimizer_bytes = max(states, key=sum)
     reduced = [
         tensor
         for tensor in trained
@@ -212,26 +213,17 @@ def memory_of_rank(
         parameters_bytes=_bytes(tensors),
         gradients_bytes=_bytes(trained),
         reduction_bytes=_bytes(reduced),
-        optimizer_bytes=states_per_parameter * _bytes([*masters, *alike]),
+        optimizer_bytes=optimizer_bytes,
         activations_bytes=activation if model.traced else None,
         boundaries_bytes=on_device,
         host_bytes=on_host,
         gathered_bytes=0 if degree == 1 else _gathered_bytes(whole, model.blocks, config),
-        masters_bytes=_bytes(masters),
+        masters_bytes=masters_bytes,
     )
 
 
 def _bytes(tensors: Iterable[TensorFacts]) -> int:
     return sum(tensor.num_bytes for tensor in tensors)
-
-
-def _states_bytes(tensors: Iterable[TensorFacts], half: str | None, states_per_parameter: int) -> int:
-    return sum(
-        4 * each.num_elements * (1 + states_per_parameter)
-        if each.dtype == half
-        else each.num_bytes * states_per_parameter
-        for each in tensors
-    )
 
 
 def _piece_of(tensor: TensorFacts, tp_rank: int) -> TensorFacts:
@@ -256,15 +248,10 @@ def _part_of(tensor: TensorFacts, degree: int) -> TensorFacts:
     )
 
 
-def _updated(
-    trained: Sequence[TensorFacts],
-    mesh: Mesh,
-    replicas: Sequence[int],
-    tied: Collection[str],
-    half: str | None,
-    states_per_parameter: int,
-) -> list[TensorFacts]:
-    """Return the trained tensors whose optimizer states the fullest replica keeps, dealt out as the runtime does.
+def _dealt(
+    trained: Sequence[TensorFacts], mesh: Mesh, replicas: Sequence[int], tied: Collection[str]
+) -> list[list[TensorFacts]]:
+    """Return for each replica the trained tensors whose optimizer states it keeps, dealt out as the runtime does.
 
     Args:
         tied: names of tensors that other pipeline ranks hold too; they are counted on each of their ranks.
@@ -279,8 +266,7 @@ def _updated(
             load[owner] += each.num_bytes
             dealt[each.over_replicas, owner].append(each)
     positions = [(mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)) for rank in replicas]
-    kept = ([*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in positions)
-    return max(kept, key=lambda tensors: _states_bytes(tensors, half, states_per_parameter))
+    return [[*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in positions]
 
 
 def half_of(config: ModelParallelConfig) -> str | None:
