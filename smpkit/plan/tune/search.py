@@ -19,7 +19,6 @@ from typing import Any, Final
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError
 from smpkit.plan.memory import half_of
-from smpkit.plan.mesh import Mesh
 from smpkit.plan.optimizers import OPTIMIZERS
 from smpkit.plan.tune.neighbours import speed_changes
 from smpkit.plan.tune.predict import Job, Prediction, RuledOut, predict, usable_bytes
@@ -278,10 +277,9 @@ def _bound(job: Job, config: ModelParallelConfig) -> float:
     """
     model = next(iter(job.models.values()))
     flops = sum(unit.cost.flops for unit in model.units) / model.samples
-    mesh = Mesh.from_world(job.ranks, config.pipeline_parallel_degree, config.tensor_parallel_degree)
-    work = 3 * flops * job.samples / mesh.size / job.machine.flops(half_of(config))
+    work = 3 * flops * job.samples / job.ranks / job.machine.flops(half_of(config))
     forward = work / 3 / config.microbatches
-    fill = (mesh.pp_size - 1) / config.virtual_pipeline_degree * forward
+    fill = (config.pipeline_parallel_degree - 1) / config.virtual_pipeline_degree * forward
     shared = work * job.machine.ranks_per_host / job.machine.parallel_ranks
     return 0.9 * max(work + fill, shared)
 
