@@ -111,7 +111,7 @@ class RankStatus:
     step: int
     """Number of the step that runs or ran last; -1: none has begun."""
     action: str = ""
-    """`forward` or `backward`, if one is known."""
+    """`forward`, `backward` or its weight half; empty if none is known."""
     microbatch: int = 0
     layer: str = ""
     held: KindBytes | None = None

@@ -155,7 +155,8 @@ def _scheduled(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Sc
 
 
 _schedule_of: Final = lru_cache(maxsize=512)(Policy.schedule)
-"""Remembers schedules: whoever compares configurations asks for the same ones again and again."""
+"""Remembers schedules: whoever compares configurations asks for the same ones again and again. To predict a whole grid
+takes twice as long without."""
 
 
 def _is_split(schedule: Schedule, segment: Segment, run: Sequence[UnitCost]) -> bool:

@@ -65,7 +65,7 @@ class RuledOut:
     """Why a configuration cannot run."""
 
     kind: str
-    """`memory`, `batch` or `partition`."""
+    """`memory`, `states` (they alone are too large), `batch` or `partition`."""
     reason: str
     missing_bytes: int = 0
     """How much memory it lacks."""
