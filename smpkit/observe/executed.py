@@ -76,8 +76,7 @@ class ExecutedStep:
 
     def other_seconds(self, stage: int) -> float:
         """Return how long a stage was idle without waiting for anybody: Python between actions, and sending."""
-        stalled = sum(stall.end_seconds - stall.start_seconds for stall in self.executed.stalls[stage])
-        return max(0.0, self.executed.idle_seconds[stage] - stalled)
+        return max(0.0, self.executed.idle_seconds[stage] - sum(self.executed.stall_seconds(stage).values()))
 
 
 def _straight(actions: tuple[Action, ...]) -> tuple[Action, ...]:

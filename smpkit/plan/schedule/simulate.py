@@ -79,11 +79,8 @@ class Timeline:
 
     def stall_seconds(self, rank: int) -> dict[Cause, float]:
         """Return how long a rank is idle for each cause."""
-        seconds: dict[Cause, float] = {}
-        for cause in Cause:
-            stalls = [stall for stall in self.stalls[rank] if stall.cause is cause]
-            seconds[cause] = sum(stall.end_seconds - stall.start_seconds for stall in stalls)
-        return seconds
+        lengths = [(stall.cause, stall.end_seconds - stall.start_seconds) for stall in self.stalls[rank]]
+        return {cause: sum(seconds for why, seconds in lengths if why is cause) for cause in Cause}
 
 
 def timeline_of(
@@ -91,7 +88,8 @@ def timeline_of(
 ) -> Timeline:
     """Put together what each rank ran and what it waited for before; then it waits for the last one to end."""
     ends = [of_rank[-1].end_seconds if of_rank else 0.0 for of_rank in spans]
-    drains = [[IdleInterval(Cause.DRAIN, end, max(ends), None)] if end < max(ends) else [] for end in ends]
+    last = max(ends, default=0.0)
+    drains = [[IdleInterval(Cause.DRAIN, end, last, None)] if end < last else [] for end in ends]
     idle = tuple((*waits, *drain) for waits, drain in zip(stalls, drains, strict=True))
     return Timeline(schedule, tuple(map(tuple, spans)), idle)
 

@@ -194,14 +194,12 @@ def differences(measured: Identity, present: Identity) -> tuple[str | None, list
     """
     if (measured.kind, measured.device == "cpu") != (present.kind, present.device == "cpu"):
         return f"was measured on `{measured.host}`, whose ranks compute on {measured.kind}, not {present.kind}", []
-    others = []
-    for name, one, other in (
+    counts = (
         ("cores", measured.cores, present.cores),
         ("accelerators", measured.devices, present.devices),
         ("GiB of memory", measured.memory_bytes >> 30, present.memory_bytes >> 30),
-    ):
-        if one != other:
-            others.append(f"{one} {name} there, {other} here")
+    )
+    others = [f"{one} {name} there, {other} here" for name, one, other in counts if one != other]
     if measured.host != present.host:
         others.insert(0, f"it was measured on `{measured.host}`, and this is `{present.host}`")
     return None, others
