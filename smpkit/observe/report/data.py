@@ -278,8 +278,8 @@ def _thinned(curve: Curve) -> Curve:
     kept = {0, length - 1}
     size = -(-length // (_MOST_POINTS // 2))
     for start in range(0, length, size):
-        some = range(start, min(start + size, length))
-        points = [(value, at) for at in some if (value := curve.values[at]) is not None]
+        places = range(start, min(start + size, length))
+        points = [(value, at) for at in places if (value := curve.values[at]) is not None]
         kept |= {min(points)[1], max(points)[1]} if points else {start}
     shown = sorted(kept)
     return replace(curve, steps=tuple(curve.steps[at] for at in shown), values=tuple(curve.values[at] for at in shown))
@@ -372,13 +372,13 @@ def _step_times(run: Run) -> tuple[StepTimes, ...]:
         rows[name].append((number, min(begins) * 1e-9, length * 1e-9))
         if any(action.kind != "F" for action in first.actions):
             trains.add(name)
-    return tuple(StepTimes(name, name in trains, *zip(*some, strict=True)) for name, some in rows.items())
+    return tuple(StepTimes(name, name in trains, *zip(*calls, strict=True)) for name, calls in rows.items())
 
 
 def _main_step(times: Sequence[StepTimes]) -> StepTimes | None:
     """Return, of the step functions that train, else of all, the one where most time went."""
-    some = [each for each in times if each.trains] or times
-    return max(some, key=lambda each: sum(each.seconds), default=None)
+    candidates = [each for each in times if each.trains] or times
+    return max(candidates, key=lambda each: sum(each.seconds), default=None)
 
 
 def _chosen_steps(times: StepTimes) -> dict[int, str]:
@@ -397,15 +397,15 @@ def _step_views(run: Run, main: StepTimes) -> Iterator[StepView]:
     chosen = _chosen_steps(main)
     typical = next(iter(chosen))
     spans = [[run.step(rank, typical).span for rank in ranks] for ranks in run.pipelines]
-    lengths = [max(span.end_ns - span.start_ns for span in some) for some in spans]
+    lengths = [max(span.end_ns - span.start_ns for span in pipeline) for pipeline in spans]
     shown = first_last_and_busiest(lengths, _MOST_PIPELINES)
     for number, why in chosen.items():
         steps = [executed_step(run, number, pipeline) for pipeline in shown]
         stages = [first_last_and_busiest([-idle for idle in step.executed.idle_seconds]) for step in steps]
         memory = [
             _memory(run, number, step.ranks[stage], run.begin_ns(number, pipeline))
-            for pipeline, step, some in zip(shown, steps, stages, strict=True)
-            for stage in some
+            for pipeline, step, stages_of_step in zip(shown, steps, stages, strict=True)
+            for stage in stages_of_step
         ]
         pipelines = tuple(map(as_json, steps, stages))
         yield StepView(number, why, pipelines, tuple(each for each in memory if each is not None))

@@ -104,7 +104,7 @@ class _RankQueue:
         self._arrived: deque[Head] = deque()
         self._coming: list[Head] = []
         self._ready: list[Urgency] = []
-        # The forwards for which backwards are held back (GPipe), and these.
+        # For GPipe: how many forwards are left, and the backwards that are held back until none is.
         self._forwards_left = num_microbatches * sum(task.kind is Kind.FORWARD for task in tasks) * holds_backwards
         self._held: list[Head] = []
 

@@ -138,13 +138,13 @@ def _joined(apart: RecordedGraph, units: tuple[tuple[str, int], ...], num_ranks:
     current, has_sent = [0] * num_ranks, [False] * num_ranks
     place: dict[Segment, Segment] = {}
     values: list[SentValue] = []
-    known: set[tuple[int, int]] = set()
+    sent: set[tuple[int, int]] = set()
     """Numbers of values, each with a rank that has them."""
     for value in apart.values:
         source, target = rank_of[value.source.rank], rank_of[value.target.rank]
         place.setdefault(value.source, Segment(source, current[source]))
-        if source != target and (value.number, target) not in known:
-            known.add((value.number, target))
+        if source != target and (value.number, target) not in sent:
+            sent.add((value.number, target))
             current[target] += has_sent[target]
             has_sent[source], has_sent[target] = True, False
             ends = Segment(source, current[source]), Segment(target, current[target])

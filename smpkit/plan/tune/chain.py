@@ -301,7 +301,7 @@ def _ordered(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[C
     alike: dict[ChainLayer, list[Choice]] = {}
     for layer, choice in zip(layers, choices, strict=True):
         alike.setdefault(layer, []).append(choice)
-    turns = {layer: iter(sorted(some, key=order.index)) for layer, some in alike.items()}
+    turns = {layer: iter(sorted(chosen, key=order.index)) for layer, chosen in alike.items()}
     return tuple(next(turns[layer]) for layer in layers)
 
 

@@ -227,9 +227,9 @@ class StepView {
 }
 
 function panel(box, view) {
-  const found = box.appendChild(document.createElement("figure"));
-  found.append(Object.assign(document.createElement("figcaption"), {textContent: `rank ${view.rank}`}));
-  return found;
+  const frame = box.appendChild(document.createElement("figure"));
+  frame.append(Object.assign(document.createElement("figcaption"), {textContent: `rank ${view.rank}`}));
+  return frame;
 }
 
 const steps = data.runs.map((run, index) => run.steps.length && new StepView(run, index)).filter(Boolean);
