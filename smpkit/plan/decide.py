@@ -114,7 +114,7 @@ def decide(
         placed: the pipeline rank on which a run has each unit, by name; None, or where it lacks some: choose it.
     """
     degree = config.pipeline_parallel_degree
-    mesh = Mesh.from_world(num_ranks, degree, config.tensor_parallel_degree, config.placement_strategy)
+    mesh = Mesh.of(config, num_ranks)
     policy, has_backward = Policy.of(config), config.pipeline != "_only_forward"
     if model is None:
         num_chunks = config.virtual_pipeline_degree if degree > 1 else 1

@@ -19,9 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:  # its import takes 0.2 s, which who reads a run's events need not wait
+    from smpkit.config.modelparallel import ModelParallelConfig
 
 _ALIASES: Final = {"cluster": "DPT", "spread": "TPD"}
 
@@ -73,13 +76,12 @@ class Mesh:
     strategy: str = "cluster"
 
     @classmethod
-    def from_world(cls, world_size: int, pp: int = 1, tp: int = 1, strategy: str = "cluster") -> Mesh:
-        """Make the grid of `world_size` ranks; raise ConfigError unless `pp * tp` divides it."""
-        if pp < 1 or tp < 1 or world_size < 1 or world_size % (pp * tp):
-            degrees = f"pipeline_parallel_degree {pp} x tensor_parallel_degree {tp} = {pp * tp}"
-            hint = f"start a multiple of {max(pp, 1) * max(tp, 1)} ranks, or lower a degree"
-            raise ConfigError([Problem((), f"{degrees} does not divide the world size {world_size}", hint)])
-        return cls(pp, tp, world_size // (pp * tp), strategy)
+    def of(cls, config: ModelParallelConfig, world_size: int) -> Mesh:
+        """Make the grid of `world_size` ranks; raise ConfigError if the degrees do not fit into them."""
+        if problems := config.world_problems(world_size):
+            raise ConfigError(problems)
+        pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
+        return cls(pp, tp, world_size // (pp * tp), config.placement_strategy)
 
     @property
     def size(self) -> int:

@@ -83,7 +83,7 @@ def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[No
     if cfg is None or cfg.tensor_parallel_degree == 1:
         yield
         return
-    mesh = Mesh.from_world(world_size, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy)
+    mesh = Mesh.of(cfg, world_size)
     alone: Any = None  # no process groups: weights are not compared, and nothing is sent
     state.begin(cfg, Launch(world_size=world_size), mesh, {}, alone)
     try:

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError, UsageError
 from smpkit.plan import mesh as mesh_module
 from smpkit.plan.mesh import CommGroup, Mesh
@@ -37,7 +36,7 @@ EIGHT_RANKS = [
 def test_trap_18_rank_tables_of_eight_ranks(
     strategy: str, places: str, pp: str, tp: str, rdp: str, mp: str, dp: str
 ) -> None:
-    mesh = Mesh.from_world(8, 2, 2, strategy)
+    mesh = Mesh(2, 2, 2, strategy)
     found = [mesh.coordinates(rank) for rank in range(8)]
     assert " ".join(f"{place.pp}{place.tp}{place.rdp}" for place in found) == places
     for kind, expected in ((PP, pp), (TP, tp), (RDP, rdp), (MP, mp), (DP, dp), (WORLD, "01234567")):
@@ -45,7 +44,7 @@ def test_trap_18_rank_tables_of_eight_ranks(
 
 
 def test_trap_18_rank_table_of_sixteen_ranks() -> None:
-    mesh = Mesh.from_world(16, 2, 4, "cluster")
+    mesh = Mesh(2, 4, 2)
     assert mesh.groups(TP) == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
     assert mesh.groups(PP)[:5] == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12))
     assert mesh.groups(RDP) == tuple((rank, rank + 8) for rank in range(8))
@@ -66,7 +65,7 @@ def test_trap_18_rank_table_of_sixteen_ranks() -> None:
 def test_trap_18_documented_tables_without_tensor_parallelism(
     partitions: int, strategy: str, mp: str, dp: str | None
 ) -> None:
-    mesh = Mesh.from_world(8, partitions, 1, strategy)
+    mesh = Mesh(partitions, 1, 8 // partitions, strategy)
     assert set(mesh.groups(MP)) == set(groups(mp))
     if dp is not None:
         assert set(mesh.groups(DP)) == set(groups(dp))
@@ -115,27 +114,33 @@ def test_a_tensor_group_lies_within_its_model_and_its_data_group(mesh: Mesh) -> 
         assert set(mesh.group(TP, rank)) == set(mesh.group(MP, rank)) & set(mesh.group(DP, rank))
 
 
-@pytest.mark.parametrize("arguments", [(6, 4, 1), (8, 3, 1), (2, 2, 2), (4, 0, 1), (0, 1, 1)], ids=str)
-def test_degrees_that_do_not_divide_the_world_are_a_config_error(arguments: Any) -> None:
-    with pytest.raises(ConfigError, match="does not divide the world size"):
-        Mesh.from_world(*arguments)
+@pytest.mark.parametrize(("ranks", "pp", "tp"), [(6, 4, 1), (8, 3, 1), (2, 2, 2)])
+def test_degrees_that_do_not_divide_the_world_are_a_config_error(ranks: int, pp: int, tp: int) -> None:
+    config = ModelParallelConfig(pipeline_parallel_degree=pp, tensor_parallel_degree=tp, ddp=True)
+    with pytest.raises(ConfigError, match="must divide the number of ranks"):
+        Mesh.of(config, ranks)
+
+
+def test_the_mesh_of_a_job_has_its_degrees_and_placement() -> None:
+    config = ModelParallelConfig(pipeline_parallel_degree=2, placement_strategy="spread", ddp=True)
+    assert Mesh.of(config, 8) == Mesh(2, 1, 4, "spread")
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
 def test_a_rank_outside_the_world_is_a_usage_error(rank: int) -> None:
-    mesh = Mesh.from_world(8, 2, 2)
+    mesh = Mesh(2, 2, 2)
     for call in (mesh.coordinates, lambda rank: mesh.group(PP, rank), lambda rank: mesh.index(PP, rank)):
         with pytest.raises(UsageError, match=f"no rank {rank} in a world of 8"):
             call(rank)
 
 
 def test_the_picture_in_the_docstring_is_what_draw_returns() -> None:
-    drawn = Mesh.from_world(8, 2, 2, "cluster").draw()
+    drawn = Mesh(2, 2, 2).draw()
     documented = mesh_module.__doc__ or ""
     assert "\n".join(f"    {line}" for line in drawn.splitlines()) in documented
 
 
 def test_a_wide_grid_stays_aligned() -> None:
-    lines = Mesh.from_world(256, 2, 16).draw().splitlines()
+    lines = Mesh(2, 16, 8).draw().splitlines()
     assert len({len(line) for line in lines[1:]}) == 1
     assert len(lines) == 2 + 8

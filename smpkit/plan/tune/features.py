@@ -52,8 +52,6 @@ def features(
             changed_model = scaled(model, 0.5)
         try:
             changed_config, _ = ModelParallelConfig.from_sources(change.of(config), None)
-            if changed_config.world_problems(num_ranks):
-                continue
             changed = decide(changed_config, num_ranks, changed_model, speed, optimizer)
         except ConfigError:
             continue

@@ -121,7 +121,7 @@ def usable_bytes(machine: Machine) -> int:
 
 def _samples_per_microbatch(config: ModelParallelConfig, job: Job) -> int | None:
     """Return how many samples of a step a rank computes at a time; None if they cannot be divided so."""
-    mesh = Mesh.from_world(job.ranks, config.pipeline_parallel_degree, config.tensor_parallel_degree)
+    mesh = Mesh.of(config, job.ranks)
     # Without `prescaled_batch` tensor-parallel ranks read samples of their own.
     readers = mesh.rdp_size if config.prescaled_batch else mesh.dp_size
     samples, rest = divmod(job.samples, readers * config.microbatches)
@@ -136,8 +136,7 @@ def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
     described = job.models[config.tensor_parallel_degree]
     model = as_divided(scaled(described, samples / described.samples), config)
     layers = layers_of(model)
-    degrees = config.pipeline_parallel_degree, config.tensor_parallel_degree
-    mesh = Mesh.from_world(job.ranks, *degrees, config.placement_strategy)
+    mesh = Mesh.of(config, job.ranks)
     speed = _speed(config, job.machine, mesh, model, layers)
     room = usable_bytes(job.machine), job.machine.host_bytes * _HOST_SHARE / job.machine.ranks_per_host
     choices: Mapping[str, Choice] = dict.fromkeys(layers, Choice.KEEP)

@@ -149,7 +149,7 @@ class _Seen:
         """Predict what the job says as it is; None: that does not fit its ranks, or no model was described for it."""
         with suppress(ConfigError):
             config, _ = ModelParallelConfig.from_sources(dict(self.given), None)
-            if not config.world_problems(self.job.ranks) and config.tensor_parallel_degree in self.job.models:
+            if config.tensor_parallel_degree in self.job.models:
                 return self.outcome(config)
         return None
 

@@ -85,11 +85,7 @@ def init(config: Mapping[str, Any] | ModelParallelConfig | None = None) -> None:
             return
         _refuse_if_in_use(cfg)
     launch = _world.launch if _world is not None else _find_launch()
-    if problems := cfg.world_problems(launch.world_size):
-        raise ConfigError(problems)
-    mesh = Mesh.from_world(
-        launch.world_size, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
-    )
+    mesh = Mesh.of(cfg, launch.world_size)
     _start(cfg, launch, mesh)
     _announce(cfg, notices, mesh)
 

@@ -35,7 +35,7 @@ def test_steps_and_their_pace(content: Content) -> None:
 
 def test_a_step_is_no_longer_where_a_replica_runs_ahead(tmp_path: Path) -> None:
     run = read_run(write_events(tmp_path))
-    mesh = Mesh.from_world(2, 1, 1, "cluster")
+    mesh = Mesh(1, 1, 2)
     alone = [replace(log.header, pp=0, rdp=log.header.rank, pp_size=1, rdp_size=2) for log in run.logs]
     late = [replace(log, header=one) for log, one in zip(run.logs, alone, strict=True)]
     late[1] = replace(late[1], events=tuple(_later(event) for event in late[1].events))

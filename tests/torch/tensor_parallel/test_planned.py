@@ -76,7 +76,7 @@ def held_in_all() -> list[tuple[int, int, int]]:
 def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, int]]:
     """Return what a plan says, by rank."""
     cfg, _ = ModelParallelConfig.from_sources({"ddp": True, **config}, None)
-    mesh = Mesh.from_world(RANKS, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy)
+    mesh = Mesh.of(cfg, RANKS)
     model = describe(lambda: planned(name), cfg=cfg, world_size=RANKS)
     assert not smp.is_initialized()
     assert model.traced or name == "Mixtral"  # how many tokens an expert gets is a value
