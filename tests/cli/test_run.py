@@ -125,7 +125,7 @@ def test_a_failed_run_has_the_first_failing_ranks_story_and_a_summary_of_what_it
     summary = read_summary(folder)
     assert (summary.world_size, summary.pipeline, summary.tensor, summary.data) == (2, 2, 1, 1)
     assert (summary.exit_reason, summary.name) == ("failed: ValueError: boo", "train")
-    assert block(summary) == [
+    assert list(block(summary)) == [
         "run     8 steps of 250.0 ms",
         "memory  at most 2.0 MiB in tensors (rank 1)",
         "note    memory is the most up to step 8, or in a step that failed",
