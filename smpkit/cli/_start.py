@@ -10,7 +10,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli.logs import follow_job
-from smpkit.cli.options import refuse, with_options
+from smpkit.cli.options import refuse
 from smpkit.cli.status import wait_for_job
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of how a job is started, which `start` takes."""
 
+    @click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing.")
+    @click.option("-f", "--follow", is_flag=True, help="Show the log to the job's end; fail if the job fails.")
+    @click.option("--wait", is_flag=True, help="Wait for the job's end, without its log; fail if the job fails.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON.")
     @functools.wraps(function)
     def command(*args: Any, dry_run: bool, follow: bool, **options: Any) -> Any:
         if dry_run:
@@ -28,13 +32,7 @@ def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
             refuse(("wait",), "beside `--follow`, which waits too", "remove one of them")
         return function(*args, dry_run=dry_run, follow=follow, **options)
 
-    return with_options(
-        command,
-        click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing."),
-        click.option("-f", "--follow", is_flag=True, help="Show the log to the job's end; fail if the job fails."),
-        click.option("--wait", is_flag=True, help="Wait for the job's end, without its log; fail if the job fails."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result (or the request) as JSON."),
-    )
+    return command
 
 
 def start(
