@@ -344,26 +344,26 @@ def _draw(path: Path, planned: Planned) -> None:
     timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
     title = f"{schedule.name}, {things(schedule.num_microbatches, 'microbatch')}, bubble {timeline.bubble:.1%}"
     write_file(path, svg({title: timeline}), "picture")
-    _console.current().note(f"picture: {path}")
+    _console.note(f"picture: {path}")
 
 
 # --- what to change ---------------------------------------------------------------------------------------------------
 
 
 def _advise(planned: Planned) -> None:
-    console, model = _console.current(), planned.plan.model
+    model = planned.plan.model
     if model is None:
         return
     too_large = [str(stage) for stage in range(len(planned.plan.memory)) if not planned.fits(stage)]
     if too_large:
-        console.warn(f"does not fit {planned.limit_gib:g} GiB: stage {', '.join(too_large)}")
-        console.hint(_remedy(planned))
+        _console.warn(f"does not fit {planned.limit_gib:g} GiB: stage {', '.join(too_large)}")
+        _console.hint(_remedy(planned))
     if planned.world.parameters.offload_activations:
         _advise_offloading(planned)
     for note in model.notes:
-        console.note(f"note: {note.strip()}")
+        _console.note(f"note: {note.strip()}")
     if not model.samples:
-        console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")
+        _console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")
 
 
 def _remedy(planned: Planned) -> str:
@@ -381,18 +381,18 @@ def _remedy(planned: Planned) -> str:
 
 def _advise_offloading(planned: Planned) -> None:
     """Say when offloading does nothing, when a longer horizon removes its stalls, and when only a faster link would."""
-    console, model = _console.current(), planned.plan.model
+    model = planned.plan.model
     assert model is not None
     if model.traced and not model.has_boundaries:
-        console.warn("`offload_activations` has nothing to offload: no layer of the model is checkpointed")
-        console.hint("let the factory call `smp.set_activation_checkpointing` on the layers, as the script does")
+        _console.warn("`offload_activations` has nothing to offload: no layer of the model is checkpointed")
+        _console.hint("let the factory call `smp.set_activation_checkpointing` on the layers, as the script does")
     slow = [each for each in planned.plan.forecasts if each.stall_seconds > _WORTH * each.step_seconds]
     if not slow:
         return
     enough = max(each.sufficient_horizon for each in slow)
     horizon = planned.world.parameters.activation_loading_horizon
     if horizon != "auto" and enough > horizon:
-        console.hint(f"`activation_loading_horizon: {enough}` stalls less")
+        _console.hint(f"`activation_loading_horizon: {enough}` stalls less")
     else:
         rate = max(each.needed_bytes_per_second for each in slow)
-        console.hint(f"copies take longer than the forward of their layer; a link of {rate / 1e9:.1f} GB/s hides them")
+        _console.hint(f"copies take longer than the forward of their layer; a link of {rate / 1e9:.1f} GB/s hides them")

@@ -49,27 +49,26 @@ def start(
     from smpkit_estimator.backend import NotStartedInterrupt
     from smpkit_estimator.job import Job
 
-    console = _console.current()
     for note in plan.notes:
-        console.note(f"note: {note}")
+        _console.note(f"note: {note}")
     if dry_run:
         _console.print_json(plan.shown) if as_json else click.echo(plan.text(), nl=False)
         return 0
-    console.note(announcement())
+    _console.note(announcement())
     job = Job(plan.name, backend)
     try:
         result = backend.submit(plan)
     except NotStartedInterrupt:
-        console.note(f"\n`{job.name}` was not started")
+        _console.note(f"\n`{job.name}` was not started")
         raise
     except KeyboardInterrupt:  # its name was not printed yet
-        console.note(f"\n`{job.name}` was being started, and may have been")
-        console.hint(f"`smpkit status {job.name}` tells, `smpkit stop {job.name}` stops it")
+        _console.note(f"\n`{job.name}` was being started, and may have been")
+        _console.hint(f"`smpkit status {job.name}` tells, `smpkit stop {job.name}` stops it")
         raise
     _console.print_json(result) if as_json else click.echo(job.name)
     if follow:
-        return follow_job(job)
+        return follow_job(job, job.logs(follow=True))
     if wait:
         return wait_for_job(job)
-    console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
+    _console.note(f"Follow with `smpkit logs -f {job.name}`, stop with `smpkit stop {job.name}`")
     return 0

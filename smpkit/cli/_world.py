@@ -51,7 +51,7 @@ def world_of(file: Path, overrides: Sequence[Override]) -> World:
     """Read a job, a distribution or modelparallel parameters alone, and print its warnings."""
     loaded = load(file, overrides)
     for notice in loaded.notices:
-        _console.current().warn(notice)
+        _console.warn(notice)
     config = loaded.config
     if isinstance(config, ModelParallelConfig):
         return World(config, folder=file.parent)

@@ -44,8 +44,7 @@ def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
     from smpkit_container.environment import count_gpus
 
     number = ranks or count_gpus(os.environ) or 2
-    console = _console.current()
-    console.note(f"Measuring this machine with {things(number, 'rank')} for about {seconds:g} s")
+    _console.note(f"Measuring this machine with {things(number, 'rank')} for about {seconds:g} s")
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "calibration.json")
         _measure(number, seconds, written)
@@ -53,7 +52,7 @@ def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
         text = written.read_text(encoding="utf-8")
     write_file(output, text, "calibration")
     click.echo("\n".join(_report(calibration)))
-    console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
+    _console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
 
 
 def _measure(ranks: int, seconds: float, path: Path) -> None:
@@ -80,7 +79,7 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
             done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=deadline, check=False)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
-    _console.current().detail(done.stderr.rstrip())
+    _console.detail(done.stderr.rstrip())
     if done.returncode or not path.is_file():
         errors = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
         last = errors[-1].strip() if errors else "they said nothing"

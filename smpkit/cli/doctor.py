@@ -58,7 +58,7 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
         click.echo(f"{click.style(mark, fg=color)} {finding.text}")
         if finding.hint:
             click.echo(f"    {click.style('hint:', fg='cyan')} {finding.hint}")
-    _console.current().note(things(problems, "problem") if problems else "no problems")
+    _console.note(things(problems, "problem") if problems else "no problems")
     return int(problems > 0)
 
 

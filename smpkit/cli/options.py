@@ -88,7 +88,7 @@ def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False)
 
     job = load_script(file, overrides) if script and is_script(file) else load_job(file, overrides)
     for notice in job.notices:
-        _console.current().warn(notice)
+        _console.warn(notice)
     return job
 
 

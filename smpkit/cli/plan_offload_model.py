@@ -53,12 +53,11 @@ def plan_offload_model(memory_gib: float | None, host_memory_gib: float | None, 
         _console.print_json(plan)
         return int(not all(plan.fits.values()))
     click.echo("\n".join(_report(plan, host_memory_gib)))
-    console = _console.current()
     for place, limit in (("device", memory_gib), ("host", host_memory_gib)):
         if not plan.fits.get(place, True):
-            console.warn(f"does not fit the {place}'s {limit:g} GiB")
+            _console.warn(f"does not fit the {place}'s {limit:g} GiB")
     if not plan.fits.get("device", True):
-        console.hint("use more `--slices`, or more `--microbatches`")
+        _console.hint("use more `--slices`, or more `--microbatches`")
     return int(not all(plan.fits.values()))
 
 

@@ -54,7 +54,7 @@ def report(
         return
     for content in contents:
         if "events" in content.missing:  # who sends a report should know before
-            _console.current().warn(f"{content.folder}: {content.missing['events']}")
+            _console.warn(f"{content.folder}: {content.missing['events']}")
     path = output or opened[-1][1]
     write_file(path, page(contents), "report")
     click.echo(str(path))

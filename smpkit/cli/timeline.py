@@ -55,9 +55,8 @@ def timeline(
     folder = open_run(name).path
     run = read_run(folder)
     step = executed.executed_step(run, _chosen(run, number, pipeline), pipeline)
-    console = _console.current()
     for rank in run.truncated:
-        console.warn(f"the events of rank {rank} break off in a line, which was left out: the process was ended")
+        _console.warn(f"the events of rank {rank} break off in a line, which was left out: the process was ended")
     if as_json:
         mesh = {"pipeline": run.mesh.pp_size, "tensor": run.mesh.tp_size, "data": run.mesh.rdp_size}
         more = {"steps": run.steps, "mesh": mesh, "truncated_ranks": run.truncated}
@@ -67,10 +66,10 @@ def timeline(
     if trace is not None:
         profiles = profiles_of(find_events(folder)[0].parent)
         write_file(trace, chrome_trace(run, None if number is None else [number], profiles), "trace")
-        console.note(f"trace: {trace}; open it at https://ui.perfetto.dev")
+        _console.note(f"trace: {trace}; open it at https://ui.perfetto.dev")
     if picture is not None:
         write_file(picture, step.as_svg(), "picture")
-        console.note(f"picture: {picture}")
+        _console.note(f"picture: {picture}")
 
 
 def _chosen(run: Run, number: int | None, pipeline: int) -> int:
