@@ -26,7 +26,7 @@ from smpkit.config.fields import (
     Word,
     name_from,
 )
-from smpkit.config.section import FIELDS_ALONE, Section, checked, matching, without_wrong_fields
+from smpkit.config.section import RIGHT_FIELDS, Section, checked, matching
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
@@ -430,8 +430,7 @@ class JobConfig(Section):
         compute = data.get("compute")
         count = compute.get("instance_count", 1) if isinstance(compute, Mapping) else 1
         try:
-            sound = without_wrong_fields(Distribution, data.get("distribution", {}))
-            distribution = Distribution.model_validate(sound, context=FIELDS_ALONE)
+            distribution = Distribution.model_validate(data.get("distribution", {}), context=RIGHT_FIELDS)
             hosts = Compute(instance_count=count).instance_count
         except ValidationError:
             return ()  # their own problems have been reported

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from smpkit.config import rules
 from smpkit.config.documents import strict_json
-from smpkit.config.section import Section, explain, instead, validated
+from smpkit.config.section import RIGHT_FIELDS, Section, instead, validated
 from smpkit.config.words import quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
@@ -284,16 +284,10 @@ class ModelParallelConfig(Section):
     @classmethod
     def further_problems(cls, data: Mapping[str, Any], problems: Sequence[Problem]) -> Iterable[Problem]:
         """Judge the rules between the other parameters, so that a user sees all problems at once."""
-        wrong = {str(problem.path[0]) for problem in problems if problem.path}
-        if not wrong & data.keys():
-            return
-        try:
-            cls.model_validate({key: value for key, value in data.items() if key not in wrong})
-        except ValidationError as error:
-            for problem in explain(error):
-                names = set(re.findall(r"\w+", f"{problem.message} {problem.hint}"))
-                if problem not in problems and not wrong & names:
-                    yield problem
+        wrong = {str(problem.path[0]) for problem in problems}
+        for problem in cls.model_validate(data, context=RIGHT_FIELDS).broken_rules():
+            if not wrong & {*re.findall(r"\w+", f"{problem.message} {problem.hint}")}:
+                yield problem
 
     def broken_rules(self) -> Iterable[Problem]:
         """Apply v1's rules between parameters."""
