@@ -462,6 +462,7 @@ def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remov
     Everything else, comments too, stays as it is.
 
     Args:
+        text: a configuration that was loaded, so that it has mappings where they belong.
         name: what messages call the text; it is JSON if this ends with `.json`.
     """
     from ruamel.yaml import YAML
@@ -474,8 +475,6 @@ def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remov
         line, _ = document.positions.get((*path, key), (0, 0))
         if line and lines[line - 1].partition(":")[0].strip() == key:  # with its own comment, but not those around it
             lines[line - 1] = ""
-    if document.value is None:  # nothing but comments
-        lines.append(f"{[*path, *values][0]}:\n")
     editor, stream = YAML(), io.StringIO()
     _, indent, offset = load_yaml_guess_indent(text := "".join(lines))
     editor.preserve_quotes, editor.width = True, 4096
@@ -503,10 +502,8 @@ def _mapping_at(whole: Any, path: KeyPath, name: str) -> Any:
         if mapping.get(part) is None:
             mapping[part] = type(whole)()
         mapping = mapping[part]
-        where = ".".join(map(str, path[: depth + 1]))
-        if not isinstance(mapping, dict):
-            raise UsageError(f"`{name}` has no mapping at `{where}`")
         if hasattr(mapping, "anchor") and mapping.anchor.value is not None:
+            where = ".".join(map(str, path[: depth + 1]))
             raise UsageError(f"`{name}` repeats another value at `{where}`", hint="write it out, then try again")
     return mapping
 
