@@ -466,14 +466,11 @@ class JobConfig(Section):
     def secret_notices(self) -> list[Problem]:
         """Say which values are probably secrets, and are about to be sent in clear."""
         message = "looks like a secret, and whoever may describe the job can read it"
-        values: dict[tuple[str, str], object] = {
-            ("environment", name): value for name, value in self.environment.items()
-        }
-        values |= {("hyperparameters", name): value for name, value in self.hyperparameters.items()}
         return [
-            Problem(path, message, f"write `secrets: {{{path[1]}: <entry in AWS Secrets Manager>}}` instead")
-            for path, value in values.items()
-            if masked(path[1], value) != value
+            Problem((key, name), message, f"write `secrets: {{{name}: <entry in AWS Secrets Manager>}}` instead")
+            for key, values in (("environment", self.environment), ("hyperparameters", self.hyperparameters))
+            for name, value in values.items()
+            if masked(name, value) != value
         ]
 
     def _overwritten(self) -> list[Problem]:
