@@ -12,11 +12,11 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width, write_file
-from smpkit.cli._world import MEMORY_KINDS, World, describe, unit_of_table, world_of
-from smpkit.config.load import Override
+from smpkit.cli._world import MEMORY_KINDS, World, describe, ranks_per_host, unit_of_table, world_of
+from smpkit.config.load import Override, sizes_over_file
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
-from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.errors import ConfigError, UsageError
 from smpkit.plan.decide import Plan, decide
 from smpkit.plan.mesh import CommGroup
 from smpkit.plan.offload.work import LinkSpeed
@@ -45,7 +45,8 @@ def run(
 ) -> int:
     """Plan, print it, and return the exit code: 1 if it does not fit; arguments as of the command."""
     asked = Asked(**options)
-    world = _world_of_degrees(degrees, overrides) if file is None else world_of(file, [*overrides, *asked.sizes])
+    sizes = sizes_over_file(asked.hosts, asked.ranks)
+    world = _world_of_degrees(degrees, overrides) if file is None else world_of(file, [*overrides, *sizes])
     planned = _planned(_sized(world, asked), asked)
     if as_json:
         _console.print_json(as_plain(planned))
@@ -84,12 +85,6 @@ class Asked:
     link_gbs: float
 
     @property
-    def sizes(self) -> list[Override]:
-        """Hosts and ranks as options over a file, to be applied last: ranks are divided over the hosts."""
-        sizes = {"--hosts": self.hosts, "--ranks": self.ranks}
-        return [(flag, str(number)) for flag, number in sizes.items() if number is not None]
-
-    @property
     def speed(self) -> Speed:
         link = self.link_gbs * 1e9
         return Speed(self.tflops * 1e12, LinkSpeed(link, link))
@@ -126,11 +121,8 @@ def _sized(world: World, asked: Asked) -> World:
     hosts = asked.hosts or world.hosts
     needed = world.parameters.pipeline_parallel_degree * world.parameters.tensor_parallel_degree
     ranks = asked.ranks or hosts * (world.per_host or -(-needed // hosts))
-    problems = world.parameters.world_problems(ranks)
-    if ranks % hosts:
-        message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
-        problems = [Problem((), message, "change --ranks or --hosts")]
-    if problems:
+    ranks_per_host(ranks, hosts)
+    if problems := world.parameters.world_problems(ranks):
         raise ConfigError(problems, subject="plan")
     return replace(world, hosts=hosts, ranks=ranks)
 

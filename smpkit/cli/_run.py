@@ -29,7 +29,7 @@ from smpkit.cli.options import read_job
 from smpkit.config.confidential import hide_in_line, masked
 from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
-from smpkit.config.load import LoadedJob, Override
+from smpkit.config.load import LoadedJob, Override, sizes_over_file
 from smpkit.config.scheduled import STOPPED
 from smpkit.config.words import coloured, duration
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
@@ -69,11 +69,7 @@ def run_job(
     **recipe: Any,
 ) -> int:
     """Run a job and return the exit code; arguments as of the command."""
-    if hosts is not None:
-        overrides = [*overrides, ("--set", f"compute.instance_count={hosts}")]
-    if ranks is not None:
-        overrides = [*overrides, ("--ranks", str(ranks))]
-    job = read_job(file, overrides, script=True)
+    job = read_job(file, [*overrides, *sizes_over_file(hosts, ranks)], script=True)
     if profile_steps is not None:
         job = _profiled(job, profile_steps)
     if docker:
@@ -311,10 +307,8 @@ def _end_run(run: Run, ranks: int, seconds: float, exit_reason: str) -> None:
 
 def _shown(path: Path) -> str:
     """Return a path as short as it can be given on the command line here."""
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    whole, here = path.absolute(), Path.cwd()
+    return str(whole.relative_to(here) if whole.is_relative_to(here) else path)
 
 
 def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:

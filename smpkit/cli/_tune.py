@@ -14,7 +14,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width
-from smpkit.cli._world import MEMORY_KINDS, World, describe, unit_of_table, world_of
+from smpkit.cli._world import MEMORY_KINDS, World, describe, ranks_per_host, unit_of_table, world_of
 from smpkit.config.load import Override, edited, file_of_parameters, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
@@ -130,10 +130,7 @@ def _machine(world: World, named: str | None, path: Path | None, tflops: float |
 
 def _spread(machine: Machine, ranks: int, hosts: int) -> Machine:
     """Return the machine with as many ranks as each of the hosts has."""
-    per_host, rest = divmod(ranks, hosts)
-    if rest:
-        message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
-        raise UsageError(message, hint="change --ranks or --hosts")
+    per_host = ranks_per_host(ranks, hosts)
     if per_host > machine.ranks_per_host:
         message = f"{per_host} ranks on a host are more than {machine.name} has: {machine.ranks_per_host}"
         raise UsageError(message, hint="use more `--hosts`, or fewer ranks")

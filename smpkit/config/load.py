@@ -118,6 +118,12 @@ def load_script(path: Path, overrides: Sequence[Override] = ()) -> LoadedJob:
     return loaded
 
 
+def sizes_over_file(hosts: int | None, ranks: int | None) -> list[Override]:
+    """Return what goes last over a file if these are known: ranks are divided over the hosts."""
+    sizes = {"--hosts": hosts, "--ranks": ranks}
+    return [(flag, str(number)) for flag, number in sizes.items() if number is not None]
+
+
 def is_script(path: Path | str) -> bool:
     """Tell whether a file is called as what a job runs is, not as a job file."""
     return PurePath(path).suffix in (".py", ".sh")
