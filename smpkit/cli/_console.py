@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, Literal
@@ -113,8 +112,7 @@ def _with_hint_styled(text: str) -> str:
 
 def width() -> int:
     """Columns of the terminal, or of COLUMNS; 80 in a pipe."""
-    shown = shutil.get_terminal_size() if sys.stdout.isatty() else shutil.get_terminal_size((80, 24))
-    return max(shown.columns, _NARROWEST)
+    return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
 def fold(head: str, parts: Iterable[str], columns: int, separator: str = "  ") -> Iterator[str]:

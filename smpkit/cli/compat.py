@@ -13,6 +13,7 @@ import click
 from smpkit.cli import _console
 from smpkit.config.words import printable
 from smpkit.errors import LaunchError, UsageError
+from smpkit.units import things
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -81,11 +82,11 @@ def _check(paths: Sequence[str], *, as_json: bool) -> int:
     problems = sum(not finding.optional for finding in findings)
     if as_json:
         _console.print_json({"can_run": not problems, "findings": findings})
-        return min(problems, 1)
-    for finding in findings:
-        optional = " (where the script gets there)" if finding.optional else ""
-        click.echo(printable(f"{finding.file}:{finding.line} {finding.name}: {finding.message}{optional}"))
-    click.echo({0: "can run", 1: "cannot run: 1 problem"}.get(problems, f"cannot run: {problems} problems"))
+    else:
+        for finding in findings:
+            optional = " (where the script gets there)" if finding.optional else ""
+            click.echo(printable(f"{finding.file}:{finding.line} {finding.name}: {finding.message}{optional}"))
+        click.echo(f"cannot run: {things(problems, 'problem')}" if problems else "can run")
     return min(problems, 1)
 
 

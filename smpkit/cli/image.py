@@ -35,7 +35,7 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @click.option("--tag", metavar="NAME", help="Name of the image. Default: `smpkit:` and a hash of what it is made of.")
 @recipe_options
-def image(tag: str | None, **options: Any) -> int:
+def image(tag: str | None, **options: Any) -> None:
     """Build the training image on any base.
 
     The name of the image is printed. Push it to your registry and name it in the job file to run it as a managed job.
@@ -45,4 +45,3 @@ def image(tag: str | None, **options: Any) -> int:
 
     check()
     click.echo(build_image(Recipe(**options), tag))
-    return 0
