@@ -14,7 +14,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width, write_file
-from smpkit.cli.options import numbers
+from smpkit.cli.options import FILE, numbers
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
 from smpkit.units import amount, magnitude, seconds, things
 
@@ -28,12 +28,7 @@ _STARTING_SECONDS: Final = 240
 @click.command()
 @click.option("--ranks", type=click.IntRange(1, 1024), help="Number of ranks. Default: one per GPU, or 2 without.")
 @click.option("--seconds", type=numbers(1, 10**6), default=60.0, help="About how long to measure (60).")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("calibration.json"),
-    help="The file to write (calibration.json).",
-)
+@click.option("--output", type=FILE, default=Path("calibration.json"), help="The file to write (calibration.json).")
 def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
     """Measure this machine, for `smpkit tune` and the summaries of runs.
 

@@ -149,6 +149,9 @@ def backend_options(function: _Function) -> _Function:
     return command  # type: ignore[return-value]
 
 
+FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
