@@ -24,7 +24,6 @@ ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 _DEGREE = "pipeline_parallel_degree"
 _ALIAS = "partitions"
-_VIRTUAL = "virtual_pipeline_degree"
 
 HISTORIC: Mapping[str, str] = {
     "deterministic_server": "smpkit has no server",
@@ -54,7 +53,9 @@ def _active_microbatches(data: Mapping[str, Any]) -> int:
     """Two more than the pipeline is deep, or what virtual stages need, clamped. A wrong value is missing here."""
     degree: int = data.get(_DEGREE, 1)
     microbatches: int = data.get("microbatches", 1)
-    needed = rules.microbatches_of_virtual_stages(degree, microbatches) if data.get(_VIRTUAL, 1) > 1 else 0
+    needed = (
+        rules.microbatches_of_virtual_stages(degree, microbatches) if data.get("virtual_pipeline_degree", 1) > 1 else 0
+    )
     return max(1, min(max(degree + 2, needed), microbatches))
 
 
@@ -330,8 +331,12 @@ class ModelParallelConfig(Section):
         Raises:
             ConfigError: with all problems, each named by its key.
         """
-        raw = _from_script(config) | _from_environment(environment_json)
-        combined = validated(cls, raw, subject="modelparallel parameters")
+        subject = "modelparallel parameters"
+        said = config.given() if isinstance(config, ModelParallelConfig) else {} if config is None else config
+        raw = _mapping(said, "a mapping", subject)
+        if environment_json is not None:
+            raw |= _mapping(strict_json(environment_json, ENVIRONMENT_VARIABLE), "a JSON object", ENVIRONMENT_VARIABLE)
+        combined = validated(cls, raw, subject=subject)
         return combined, combined.notices(raw)
 
 
@@ -344,22 +349,7 @@ def _is_tensorflow(key: object, value: object) -> bool:
     return isinstance(key, str) and key in TENSORFLOW_DEFAULTS and value is TENSORFLOW_DEFAULTS[key]
 
 
-def _from_script(config: object) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, ModelParallelConfig):
-        return config.given()
-    if isinstance(config, Mapping):
-        return dict(config)
-    problem = Problem((), f"must be a mapping of parameters, got {typed(config)}")
-    raise ConfigError([problem], subject="modelparallel parameters")
-
-
-def _from_environment(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    value = strict_json(text, ENVIRONMENT_VARIABLE)
-    if not isinstance(value, dict):
-        problem = Problem((), f"must be a JSON object, got {quoted(value)}")
-        raise ConfigError([problem], subject=ENVIRONMENT_VARIABLE)
-    return value
+def _mapping(value: object, kind: str, subject: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError([Problem((), f"must be {kind} of parameters, got {typed(value)}")], subject=subject)
+    return dict(value)
