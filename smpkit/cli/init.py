@@ -131,10 +131,7 @@ def _scripts(folder: Path) -> list[str]:
     def rank(name: str) -> tuple[bool, bool, str]:
         return name not in ("train.py", "main.py"), "train" not in name, name
 
-    try:
-        names = [path.name for path in folder.glob("*.py") if path.is_file()]
-    except OSError:
-        return []
+    names = [path.name for path in folder.glob("*.py") if path.is_file()]
     return sorted((name for name in names if not name.startswith(_NO_SCRIPTS)), key=rank)
 
 

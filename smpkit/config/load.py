@@ -177,10 +177,8 @@ def _load(kind: str, path: Path, document: Document, overrides: Sequence[Overrid
     return Loaded(kind, config, sources.located(notices), origins, path)
 
 
-def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
+def _file_problems(value: Mapping[str, Any], folder: Path) -> Iterable[Problem]:
     """Report missing sources beside all other problems; what is in a bucket is not known here."""
-    if not isinstance(value, Mapping):
-        return
     try:
         names = ("entry_point", "source_dir", "dependencies")
         config = JobConfig.model_validate({name: value[name] for name in names if name in value})
@@ -248,7 +246,7 @@ class _Sources:
         """Replace a path given as `parameters` by what the file says."""
         path = _parameters_path(self.value, self.distribution)
         name = _get(self.value, path)
-        if self.distribution is None or not isinstance(name, str):
+        if not isinstance(name, str):
             return
         named_at = self.layer(path)[1].located(Problem(path, ""), below=self.layer(path)[0])
         # Whatever the file turns out to be, the path itself is not to be judged as parameters.
