@@ -172,9 +172,8 @@ def _load(kind: str, path: Path, document: Document, overrides: Sequence[Overrid
     assert isinstance(config, (JobConfig, Distribution, ModelParallelConfig))
     notices = config.notices(sources.value) if isinstance(config, ModelParallelConfig) else config.notices()
     origins = {leaf: sources.origin(leaf) for leaf in _leaves(config.model_dump())}
-    if isinstance(config, JobConfig):
-        return LoadedJob(kind, config, sources.located(notices), origins, path)
-    return Loaded(kind, config, sources.located(notices), origins, path)
+    result: type[Loaded] = LoadedJob if kind == "job" else Loaded
+    return result(kind, config, sources.located(notices), origins, path)
 
 
 def _file_problems(value: Mapping[str, Any], folder: Path) -> Iterable[Problem]:
@@ -368,14 +367,14 @@ class _Sources:
 
     def located(self, problems: Iterable[Problem]) -> tuple[Problem, ...]:
         """Add places to problems, and sort them, with those of the sources, by document and line."""
-        names = {document.name: position for position, (_, document) in reversed(list(enumerate(self.layers)))}
         documents = {document.name: document for _, document in self.layers}
+        order = {name: position for position, name in enumerate(documents)}
         located = [
             document.located(each, below=below) for each in problems for below, document in [self.layer(each.path)]
         ]
         located = sorted(
             [*self.problems, *located],
-            key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0, not problem.excerpt),
+            key=lambda problem: (order.get(problem.source, len(order)), problem.line or 0, not problem.excerpt),
         )
         # Several on one line are told apart by a mark below it.
         shown = Counter((problem.source, problem.line) for problem in located if problem.excerpt)
