@@ -55,9 +55,9 @@ _PACKAGES: Final = ("smpkit", "torch", "numpy", "transformers", "accelerate")
 
 def run_job(
     file: Path,
+    *,
     overrides: Sequence[Override],
     arguments: Sequence[str],
-    *,
     ranks: int | None,
     events: bool,
     profile_steps: str | None,

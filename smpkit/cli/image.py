@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _BASE = "python:3.12-slim-bookworm"
 """`smpkit_estimator.image.DEFAULT_BASE_IMAGE`, which `--help` must not import."""
