@@ -309,7 +309,20 @@ class ModelParallelConfig(Section):
 
     def world_problems(self, world_size: int) -> list[Problem]:
         """Say which degrees do not fit into `world_size` ranks; the paths start at the parameters."""
-        return rules.world_problems(self, world_size)
+        pipeline, tensor = self.pipeline_parallel_degree, self.tensor_parallel_degree
+        hint = "start a multiple of {} ranks, or lower the degree"
+        if world_size % (pipeline * tensor):
+            key, degree = (_DEGREE, pipeline) if pipeline > 1 else ("tensor_parallel_degree", tensor)
+            message = f"must divide the number of ranks ({world_size}), got {degree}"
+            if pipeline > 1 and tensor > 1:
+                message = f"times tensor_parallel_degree {message} × {tensor} = {pipeline * tensor}"
+            return [Problem((key,), message, hint.format(pipeline * tensor))]
+        sharding, replicas = self.sharded_data_parallel_degree, world_size // (pipeline * tensor)
+        if replicas % sharding:
+            size = "data-parallel size" if tensor == 1 else f"number of replicas of {tensor} tensor-parallel ranks"
+            message = f"must divide the {size} ({replicas}), got {sharding}"
+            return [Problem(("sharded_data_parallel_degree",), message, hint.format(sharding * tensor))]
+        return []
 
     def notices(self, raw: Mapping[str, Any]) -> list[Problem]:
         """Say which settings in `raw`, what the user wrote, have no effect or another one than they say."""
