@@ -247,7 +247,8 @@ class _Sources:
         name = _get(self.value, path)
         if not isinstance(name, str):
             return
-        named_at = self.layer(path)[1].located(Problem(path, ""), below=self.layer(path)[0])
+        below, document = self.layer(path)
+        named_at = document.located(Problem(path, ""), below=below)
         # Whatever the file turns out to be, the path itself is not to be judged as parameters.
         self._put(path, Document(named_at.source, {}))
         message, hint = f"names a file outside the job's folder: {quoted(name)}", "put it beside the job file"
@@ -328,12 +329,11 @@ class _Sources:
         is_text = path[:1] == ("environment",) and len(path) == 2
         try:
             document = Document(source, text) if is_text else parse(text, source)
-            self._put(path, Document(source, document.value))
+            self._put(path, Document(source, document.value, problems=document.problems))
         except ConfigError as error:
             hide = is_confidential(path)
             self.problems += [replace(each, excerpt="") if hide else each for each in error.problems]
         else:
-            self.problems += document.problems
             self.resolve_parameters()
 
     def _put(self, path: KeyPath, document: Document) -> None:
