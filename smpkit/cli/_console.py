@@ -2,11 +2,10 @@
 
 ::
 
-    console = _console.current()
-    console.note("sent 3 files")      # default verbosity, not with -q
-    console.detail("to /opt/ml/code") # with -v
-    console.warn(problem)             # a `Problem`, or a sentence
-    raise SmpkitError(...)            # errors are raised; `smpkit.cli.main` prints them
+    _console.note("sent 3 files")      # default verbosity, not with -q
+    _console.detail("to /opt/ml/code") # with -v
+    _console.warn(problem)             # a `Problem`, or a sentence
+    raise SmpkitError(...)             # errors are raised; `smpkit.cli.main` prints them
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 import click
@@ -35,36 +32,9 @@ _REPEATED: Final = ContextVar("repeated", default="")
 """Options of the present command, such as ` --backend slurm`, that commands in messages need as well."""
 
 
-@dataclass(frozen=True)
-class Console:
-    """How much to say: -1 errors only, 0 calm, 1 more."""
-
-    verbosity: int = 0
-
-    def note(self, text: str) -> None:
-        """Say something that is good to know."""
-        self._say(0, text)
-
-    def detail(self, text: str) -> None:
-        """Say why or how, to those who asked with `-v`."""
-        self._say(1, text)
-
-    def warn(self, what: Problem | str) -> None:
-        """Warn of what is legal, but probably not intended."""
-        self._say(0, f"{style('warning:', 'yellow')} {_with_hint_styled(str(what))}")
-
-    def hint(self, text: str) -> None:
-        """Say the one thing to do next."""
-        self._say(0, f"{style('hint:', 'cyan')} {text}")
-
-    def _say(self, verbosity: int, text: str) -> None:
-        if self.verbosity >= verbosity:
-            _talk(text)
-
-
 def set_up(ctx: click.Context, verbosity: int) -> None:
-    """Put the console where `current` finds it, and let the help pages obey NO_COLOR."""
-    ctx.obj = Console(verbosity)
+    """Keep in the context how much to say (-1 errors only, 0 calm, 1 more), and let the help pages obey NO_COLOR."""
+    ctx.obj = verbosity
     ctx.color = _color()
     _REPEATED.set("")
 
@@ -74,10 +44,30 @@ def repeat_in_commands(options: str) -> None:
     _REPEATED.set(_REPEATED.get() + options)
 
 
-def current() -> Console:
-    """The console of the command that is running."""
-    ctx = click.get_current_context(silent=True)
-    return (ctx.find_object(Console) if ctx is not None else None) or Console()
+def note(text: str) -> None:
+    """Say something that is good to know."""
+    _say(0, text)
+
+
+def detail(text: str) -> None:
+    """Say why or how, to those who asked with `-v`."""
+    _say(1, text)
+
+
+def warn(what: Problem | str) -> None:
+    """Warn of what is legal, but probably not intended."""
+    _say(0, f"{style('warning:', 'yellow')} {_with_hint_styled(str(what))}")
+
+
+def hint(text: str) -> None:
+    """Say the one thing to do next."""
+    _say(0, f"{style('hint:', 'cyan')} {text}")
+
+
+def _say(verbosity: int, text: str) -> None:
+    ctx = click.get_current_context(silent=True)  # a thread has none
+    if (0 if ctx is None else ctx.obj or 0) >= verbosity:
+        _talk(text)
 
 
 def style(text: str, color: Literal["red", "yellow", "green", "cyan"]) -> str:
@@ -122,8 +112,7 @@ def _with_hint_styled(text: str) -> str:
 
 def width() -> int:
     """Columns of the terminal, or of COLUMNS; 80 in a pipe."""
-    shown = shutil.get_terminal_size() if sys.stdout.isatty() else shutil.get_terminal_size((80, 24))
-    return max(shown.columns, _NARROWEST)
+    return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
 def fold(head: str, parts: Iterable[str], columns: int, separator: str = "  ") -> Iterator[str]:

@@ -31,7 +31,6 @@ _WITH_TORCH: Final = (
     ("NCCL", "nvidia-nccl-cu13"), ("NCCL", "nvidia-nccl-cu12"),
 )  # fmt: skip
 """What is installed beside a torch for GPUs."""
-_FOR_CPU: Final = ("a build for the CPU",)
 
 
 def runs_here(job: JobConfig) -> bool:
@@ -46,7 +45,7 @@ def check_machine(job: JobConfig | None = None, shared: Path = Path("/dev/shm"))
         Finding("smpkit", "ok", f"smpkit {smpkit.__version__}, Python {'.'.join(map(str, sys.version_info[:3]))}"),
         _torch(needed=launcher is not None),
         _gpus(),
-        _mpirun(needed=launcher == "mpirun"),
+        tried("mpirun", lambda: Finding("mpirun", "ok", f"mpirun: {find_mpirun()}"), needed=launcher == "mpirun"),
         tried("docker", _docker, needed=False),
         _compiler(),
         *_shared_memory(shared),
@@ -60,7 +59,7 @@ def _torch(*, needed: bool) -> Finding:
         text = "torch is not installed here (needed in the image and for `smpkit run`)"
         return Finding("torch", "problem" if needed else "info", text, _INSTALL_TORCH)
     parts = [f"{name} {installed}" for name, package in _WITH_TORCH if (installed := version_of(package))]
-    return Finding("torch", "ok", ", ".join([f"torch {version}", *(parts or _FOR_CPU)]))
+    return Finding("torch", "ok", ", ".join([f"torch {version}", *(parts or ["a build for the CPU"])]))
 
 
 def _gpus() -> Finding:
@@ -73,10 +72,6 @@ def _gpus() -> Finding:
         return Finding("gpus", "info", "no GPU: ranks run on the CPU")
     name, memory, driver = (part.strip() for part in (names[0] + ",,").split(",")[:3])
     return Finding("gpus", "ok", f"{things(len(names), 'GPU')}: {name}, {memory}, driver {driver}")
-
-
-def _mpirun(*, needed: bool) -> Finding:
-    return tried("mpirun", lambda: Finding("mpirun", "ok", f"mpirun: {find_mpirun()}"), needed=needed)
 
 
 def _docker() -> Finding:

@@ -12,11 +12,11 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width, write_file
-from smpkit.cli._world import MEMORY_KINDS, World, describe, unit_of_table, world_of
-from smpkit.config.load import Override
+from smpkit.cli._world import MEMORY_KINDS, World, describe, ranks_per_host, unit_of_table, world_of
+from smpkit.config.load import Override, sizes_over_file
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
-from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.errors import ConfigError, UsageError
 from smpkit.plan.decide import Plan, decide
 from smpkit.plan.mesh import CommGroup
 from smpkit.plan.offload.work import LinkSpeed
@@ -45,7 +45,8 @@ def run(
 ) -> int:
     """Plan, print it, and return the exit code: 1 if it does not fit; arguments as of the command."""
     asked = Asked(**options)
-    world = _world_of_degrees(degrees, overrides) if file is None else world_of(file, [*overrides, *asked.sizes])
+    sizes = sizes_over_file(asked.hosts, asked.ranks)
+    world = _world_of_degrees(degrees, overrides) if file is None else world_of(file, [*overrides, *sizes])
     planned = _planned(_sized(world, asked), asked)
     if as_json:
         _console.print_json(as_plain(planned))
@@ -84,12 +85,6 @@ class Asked:
     link_gbs: float
 
     @property
-    def sizes(self) -> list[Override]:
-        """Hosts and ranks as options over a file, to be applied last: ranks are divided over the hosts."""
-        sizes = {"--hosts": self.hosts, "--ranks": self.ranks}
-        return [(flag, str(number)) for flag, number in sizes.items() if number is not None]
-
-    @property
     def speed(self) -> Speed:
         link = self.link_gbs * 1e9
         return Speed(self.tflops * 1e12, LinkSpeed(link, link))
@@ -126,11 +121,8 @@ def _sized(world: World, asked: Asked) -> World:
     hosts = asked.hosts or world.hosts
     needed = world.parameters.pipeline_parallel_degree * world.parameters.tensor_parallel_degree
     ranks = asked.ranks or hosts * (world.per_host or -(-needed // hosts))
-    problems = world.parameters.world_problems(ranks)
-    if ranks % hosts:
-        message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
-        problems = [Problem((), message, "change --ranks or --hosts")]
-    if problems:
+    ranks_per_host(ranks, hosts)
+    if problems := world.parameters.world_problems(ranks):
         raise ConfigError(problems, subject="plan")
     return replace(world, hosts=hosts, ranks=ranks)
 
@@ -344,26 +336,26 @@ def _draw(path: Path, planned: Planned) -> None:
     timeline, schedule = planned.plan.timeline, planned.plan.timeline.schedule
     title = f"{schedule.name}, {things(schedule.num_microbatches, 'microbatch')}, bubble {timeline.bubble:.1%}"
     write_file(path, svg({title: timeline}), "picture")
-    _console.current().note(f"picture: {path}")
+    _console.note(f"picture: {path}")
 
 
 # --- what to change ---------------------------------------------------------------------------------------------------
 
 
 def _advise(planned: Planned) -> None:
-    console, model = _console.current(), planned.plan.model
+    model = planned.plan.model
     if model is None:
         return
     too_large = [str(stage) for stage in range(len(planned.plan.memory)) if not planned.fits(stage)]
     if too_large:
-        console.warn(f"does not fit {planned.limit_gib:g} GiB: stage {', '.join(too_large)}")
-        console.hint(_remedy(planned))
+        _console.warn(f"does not fit {planned.limit_gib:g} GiB: stage {', '.join(too_large)}")
+        _console.hint(_remedy(planned))
     if planned.world.parameters.offload_activations:
         _advise_offloading(planned)
     for note in model.notes:
-        console.note(f"note: {note.strip()}")
+        _console.note(f"note: {note.strip()}")
     if not model.samples:
-        console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")
+        _console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")
 
 
 def _remedy(planned: Planned) -> str:
@@ -381,18 +373,18 @@ def _remedy(planned: Planned) -> str:
 
 def _advise_offloading(planned: Planned) -> None:
     """Say when offloading does nothing, when a longer horizon removes its stalls, and when only a faster link would."""
-    console, model = _console.current(), planned.plan.model
+    model = planned.plan.model
     assert model is not None
     if model.traced and not model.has_boundaries:
-        console.warn("`offload_activations` has nothing to offload: no layer of the model is checkpointed")
-        console.hint("let the factory call `smp.set_activation_checkpointing` on the layers, as the script does")
+        _console.warn("`offload_activations` has nothing to offload: no layer of the model is checkpointed")
+        _console.hint("let the factory call `smp.set_activation_checkpointing` on the layers, as the script does")
     slow = [each for each in planned.plan.forecasts if each.stall_seconds > _WORTH * each.step_seconds]
     if not slow:
         return
     enough = max(each.sufficient_horizon for each in slow)
     horizon = planned.world.parameters.activation_loading_horizon
     if horizon != "auto" and enough > horizon:
-        console.hint(f"`activation_loading_horizon: {enough}` stalls less")
+        _console.hint(f"`activation_loading_horizon: {enough}` stalls less")
     else:
         rate = max(each.needed_bytes_per_second for each in slow)
-        console.hint(f"copies take longer than the forward of their layer; a link of {rate / 1e9:.1f} GB/s hides them")
+        _console.hint(f"copies take longer than the forward of their layer; a link of {rate / 1e9:.1f} GB/s hides them")

@@ -29,7 +29,7 @@ from smpkit.cli.options import read_job
 from smpkit.config.confidential import hide_in_line, masked
 from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
-from smpkit.config.load import LoadedJob, Override
+from smpkit.config.load import LoadedJob, Override, sizes_over_file
 from smpkit.config.scheduled import STOPPED
 from smpkit.config.words import coloured, duration
 from smpkit.errors import SmpkitError, UnsupportedError, UsageError
@@ -55,9 +55,9 @@ _PACKAGES: Final = ("smpkit", "torch", "numpy", "transformers", "accelerate")
 
 def run_job(
     file: Path,
+    *,
     overrides: Sequence[Override],
     arguments: Sequence[str],
-    *,
     ranks: int | None,
     events: bool,
     profile_steps: str | None,
@@ -69,11 +69,7 @@ def run_job(
     **recipe: Any,
 ) -> int:
     """Run a job and return the exit code; arguments as of the command."""
-    if hosts is not None:
-        overrides = [*overrides, ("--set", f"compute.instance_count={hosts}")]
-    if ranks is not None:
-        overrides = [*overrides, ("--ranks", str(ranks))]
-    job = read_job(file, overrides, script=True)
+    job = read_job(file, [*overrides, *sizes_over_file(hosts, ranks)], script=True)
     if profile_steps is not None:
         job = _profiled(job, profile_steps)
     if docker:
@@ -114,7 +110,7 @@ def _run_here(job: LoadedJob, arguments: Sequence[str], debugged: int | None, *,
     train = partial(run_local, plan, arguments=arguments, environ=environ, events=events)
     folder, done = _recorded(job, plan, "on this machine", train)
     if done.exit_code == 0 and not done.stopped:  # the launcher has said how it ended otherwise
-        _console.current().note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
+        _console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     _conclude(folder, done)
     if done.exit_code == 0:
         return 0
@@ -190,16 +186,15 @@ def _run_in_docker(
 
     where = f"in {things(hosts, 'container')} of {image}"
     folder, done = _recorded(job, plan, where, train)
-    console = _console.current()
     if done.stopped:
-        console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")
+        _console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")
     elif done.exit_code and done.failure is None:
         _console.print_failure(f"a container ended with exit code {done.exit_code} and left no reason")
     elif done.exit_code == 0:
         after = ", with an interruption" if done.rehearsed else ""
-        console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}{after}")
+        _console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}{after}")
     if interrupt_after is not None and not done.rehearsed:
-        console.warn(f"the job ended before it could be interrupted after {interrupt_after:g} s")
+        _console.warn(f"the job ended before it could be interrupted after {interrupt_after:g} s")
     _conclude(folder, done)
     if done.stopped:
         return 130
@@ -217,18 +212,17 @@ def _show_line(host: str, stream: str, line: str) -> None:
 
 def _recorded(job: LoadedJob, plan: LocalPlan, where: str, train: Callable[[Path], _Done]) -> tuple[Run, _Done]:
     """Make the folder of a run, train, and note there how it ended."""
-    console = _console.current()
     for note in plan.notes:
-        console.note(f"note: {note}")
+        _console.note(f"note: {note}")
     with nullcontext() if plan.checkpoints is None else held(plan.checkpoints, alone=True):
         folder = begin_run(job, plan.ranks, plan.hosts)
-        console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
+        _console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
         with held(folder.path):
             done = train(folder.path)
         try:
             _end_run(folder, plan.ranks, done.seconds, _end_of(done))
         except SmpkitError as error:  # such as of a full disk: the job has its own end
-            console.warn(error.message)
+            _console.warn(error.message)
     return folder, done
 
 
@@ -252,30 +246,29 @@ def _end_of(done: LocalRun) -> str:
 
 def _conclude(run: Run, done: LocalRun) -> None:
     """Say where everything is that the job left, and put what was profiled and the events into one trace."""
-    console, folder = _console.current(), run.path.resolve()
+    folder = run.path.resolve()
     places = {"model": done.model, "other results": done.output_data, "checkpoints": done.checkpoints}
     inside = []
     for name, place in places.items():
         if place is not None and place.is_relative_to(folder):
             inside.append(str(place.relative_to(folder)))
         elif place is not None:
-            console.note(f"{name}: {place}")
+            _console.note(f"{name}: {place}")
     listed = " and ".join(filter(None, [", ".join(inside[:-1]), *inside[-1:]]))
-    console.note(f"run: {_shown(run.path)}{f', with {listed}' if inside else ''}")
+    _console.note(f"run: {_shown(run.path)}{f', with {listed}' if inside else ''}")
     _leave_trace(run)
 
 
 def _leave_trace(run: Run) -> None:
-    console = _console.current()
     try:
         profiles = profiles_of(run.path / EVENTS)
         if not profiles:
             return
         write_file(run.path / TRACE, chrome_trace(read_run(run.path), profiles=profiles), "trace")
     except SmpkitError as error:  # of a run that failed, which has been said
-        console.warn(f"no trace of the profiled steps: {error.message}")
+        _console.warn(f"no trace of the profiled steps: {error.message}")
         return
-    console.note(f"trace: {_shown(run.path / TRACE)}; open it at https://ui.perfetto.dev")
+    _console.note(f"trace: {_shown(run.path / TRACE)}; open it at https://ui.perfetto.dev")
 
 
 # ---- the folder of a run --------------------------------------------------------------------------------------------
@@ -314,10 +307,8 @@ def _end_run(run: Run, ranks: int, seconds: float, exit_reason: str) -> None:
 
 def _shown(path: Path) -> str:
     """Return a path as short as it can be given on the command line here."""
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    whole, here = path.absolute(), Path.cwd()
+    return str(whole.relative_to(here) if whole.is_relative_to(here) else path)
 
 
 def _plan(job: LoadedJob, ranks: int, hosts: int) -> dict[str, Any] | None:

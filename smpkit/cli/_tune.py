@@ -14,7 +14,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import fold, table, width
-from smpkit.cli._world import MEMORY_KINDS, World, describe, unit_of_table, world_of
+from smpkit.cli._world import MEMORY_KINDS, World, describe, ranks_per_host, unit_of_table, world_of
 from smpkit.config.load import Override, edited, file_of_parameters, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
@@ -69,7 +69,7 @@ def run(
     samples = options["batch"] or _samples(world.parameters, models, ranks)
     job = Job(models, facts, ranks, samples, optimizer)
     if not world.parameters.auto_partition:
-        _console.current().warn("places by hand are for one pipeline degree; others are searched, cut automatically")
+        _console.warn("places by hand are for one pipeline degree; others are searched, cut automatically")
     given = world.parameters.given()
     result = search(job, given, budget_seconds=seconds)
     if as_json:
@@ -81,7 +81,7 @@ def run(
     if own is not None:
         _write(file, own.parameters.given(), result.best[0])
     elif not as_json:
-        _console.current().hint(f"`--write` changes {file} to the first one; its comments stay")
+        _console.hint(f"`--write` changes {file} to the first one; its comments stay")
 
 
 def _nothing_fits(result: SearchResult) -> SmpkitError:
@@ -110,7 +110,7 @@ def _machine(world: World, named: str | None, path: Path | None, tflops: float |
         return published(kind, tflops=tflops)
     if tflops is not None:
         raise UsageError("`--tflops` says nothing beside `--calibration`, which has it", hint="remove one of them")
-    calibration, console = read_calibration(path), _console.current()
+    calibration = read_calibration(path)
     measured = calibration.machine
     if kind == "local":
         refusal, others = differences(measured, this_machine())
@@ -118,9 +118,9 @@ def _machine(world: World, named: str | None, path: Path | None, tflops: float |
             hint = "run `smpkit calibrate` here, or name the machine with `--machine`"
             raise UsageError(f"`{path}` cannot be used for this machine: it {refusal}", hint=hint)
         if others:
-            console.warn(f"`{path}` is of another machine: {'; '.join(others)}")
+            _console.warn(f"`{path}` is of another machine: {'; '.join(others)}")
     elif kind not in INSTANCES:
-        console.warn(f"`{path}` was measured on `{measured.host}` ({measured.kind}); is `{kind}` like it?")
+        _console.warn(f"`{path}` was measured on `{measured.host}` ({measured.kind}); is `{kind}` like it?")
     elif (gpu := INSTANCES[kind].accelerator).model not in measured.kind:
         where = f"it was measured on `{measured.host}`, whose ranks compute on {measured.kind}"
         hint = f"measure on one, or leave `--calibration` out: published facts of `{kind}` are known"
@@ -130,10 +130,7 @@ def _machine(world: World, named: str | None, path: Path | None, tflops: float |
 
 def _spread(machine: Machine, ranks: int, hosts: int) -> Machine:
     """Return the machine with as many ranks as each of the hosts has."""
-    per_host, rest = divmod(ranks, hosts)
-    if rest:
-        message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
-        raise UsageError(message, hint="change --ranks or --hosts")
+    per_host = ranks_per_host(ranks, hosts)
     if per_host > machine.ranks_per_host:
         message = f"{per_host} ranks on a host are more than {machine.name} has: {machine.ranks_per_host}"
         raise UsageError(message, hint="use more `--hosts`, or fewer ranks")
@@ -189,7 +186,7 @@ def _write(file: Path, written: Mapping[str, Any], best: Prediction) -> None:
     finally:
         new.unlink(missing_ok=True)
     words = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items()) or "nothing"
-    _console.current().note(f"Changed {place}: {words}{'; removed ' + ', '.join(sorted(gone)) if gone else ''}")
+    _console.note(f"Changed {place}: {words}{'; removed ' + ', '.join(sorted(gone)) if gone else ''}")
 
 
 def _changes(best: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:

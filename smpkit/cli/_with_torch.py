@@ -26,7 +26,7 @@ def ask(module: str, arguments: Sequence[str], what: str, needs: str, deadline_s
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"{what} within {deadline_seconds:g} s") from None
     if done.stderr:
-        _console.current().detail(done.stderr.rstrip())
+        _console.detail(done.stderr.rstrip())
     if done.returncode == 0:
         return done.stdout
     try:

@@ -10,7 +10,8 @@ from typing import Final
 from smpkit.cli import _console
 from smpkit.cli._with_torch import ask
 from smpkit.config.distribution import Distribution
-from smpkit.config.load import LoadedJob, Override, load
+from smpkit.config.job import JobConfig
+from smpkit.config.load import Override, load
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.words import printable
 from smpkit.errors import UsageError
@@ -51,23 +52,29 @@ def world_of(file: Path, overrides: Sequence[Override]) -> World:
     """Read a job, a distribution or modelparallel parameters alone, and print its warnings."""
     loaded = load(file, overrides)
     for notice in loaded.notices:
-        _console.current().warn(notice)
-    config = loaded.config
+        _console.warn(notice)
+    config, folder = loaded.config, file.parent
     if isinstance(config, ModelParallelConfig):
-        return World(config, folder=file.parent)
-    job = loaded.config if isinstance(loaded, LoadedJob) else None
-    if job is not None and job.is_shell_script:
+        return World(config, folder=folder)
+    distribution = config.distribution if isinstance(config, JobConfig) else config
+    assert isinstance(distribution, Distribution)
+    parameters, per_host = distribution.model_parallel or ModelParallelConfig(), distribution.processes_per_host
+    if not isinstance(config, JobConfig):
+        return World(parameters, per_host=per_host, folder=folder)
+    if config.is_shell_script:
         message = f"`{printable(str(file))}` runs a shell script once on each host, and so has no ranks to plan"
         raise UsageError(message, hint="plan the job file of what the script starts, or degrees: `smpkit plan --pp 4`")
-    distribution = config if job is None else job.distribution
-    assert isinstance(distribution, Distribution)
-    parameters = distribution.model_parallel or ModelParallelConfig()
-    if job is None:
-        return World(parameters, per_host=distribution.processes_per_host, folder=file.parent)
-    source = file.parent if "://" in job.source_dir else file.parent / job.source_dir
-    compute = job.compute
-    per_host = distribution.processes_per_host
-    return World(parameters, job.name, compute.instance_count, per_host, compute.instance_type, source)
+    compute = config.compute
+    source = folder if "://" in config.source_dir else folder / config.source_dir
+    return World(parameters, config.name, compute.instance_count, per_host, compute.instance_type, source)
+
+
+def ranks_per_host(ranks: int, hosts: int) -> int:
+    """Return how many ranks each of the hosts has; raise UsageError if not all have the same number."""
+    if ranks % hosts:
+        message = f"{ranks} ranks cannot be spread evenly over {hosts} hosts"
+        raise UsageError(message, hint="change --ranks or --hosts")
+    return ranks // hosts
 
 
 def describe(

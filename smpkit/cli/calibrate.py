@@ -14,7 +14,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width, write_file
-from smpkit.cli.options import numbers
+from smpkit.cli.options import FILE, numbers
 from smpkit.errors import DeadlineError, SmpkitError, UnsupportedError
 from smpkit.units import amount, magnitude, seconds, things
 
@@ -28,12 +28,7 @@ _STARTING_SECONDS: Final = 240
 @click.command()
 @click.option("--ranks", type=click.IntRange(1, 1024), help="Number of ranks. Default: one per GPU, or 2 without.")
 @click.option("--seconds", type=numbers(1, 10**6), default=60.0, help="About how long to measure (60).")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("calibration.json"),
-    help="The file to write (calibration.json).",
-)
+@click.option("--output", type=FILE, default=Path("calibration.json"), help="The file to write (calibration.json).")
 def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
     """Measure this machine, for `smpkit tune` and the summaries of runs.
 
@@ -44,8 +39,7 @@ def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
     from smpkit_container.environment import count_gpus
 
     number = ranks or count_gpus(os.environ) or 2
-    console = _console.current()
-    console.note(f"Measuring this machine with {things(number, 'rank')} for about {seconds:g} s")
+    _console.note(f"Measuring this machine with {things(number, 'rank')} for about {seconds:g} s")
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "calibration.json")
         _measure(number, seconds, written)
@@ -53,7 +47,7 @@ def calibrate(ranks: int | None, seconds: float, output: Path) -> None:
         text = written.read_text(encoding="utf-8")
     write_file(output, text, "calibration")
     click.echo("\n".join(_report(calibration)))
-    console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
+    _console.note(f"Wrote {output}; `smpkit tune job.yaml --model MODULE:FACTORY --calibration {output}` uses it")
 
 
 def _measure(ranks: int, seconds: float, path: Path) -> None:
@@ -80,7 +74,7 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
             done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=deadline, check=False)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
-    _console.current().detail(done.stderr.rstrip())
+    _console.detail(done.stderr.rstrip())
     if done.returncode or not path.is_file():
         errors = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
         last = errors[-1].strip() if errors else "they said nothing"

@@ -13,6 +13,7 @@ import click
 from smpkit.cli import _console
 from smpkit.config.words import printable
 from smpkit.errors import LaunchError, UsageError
+from smpkit.units import things
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -53,17 +54,16 @@ def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json:
     from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE
     from smpkit.drop_in import installed_one, with_drop_in, with_startup
 
-    console = _console.current()
     program = shutil.which(command[0])
     if program is None:
         raise LaunchError(f"`{command[0]}` cannot be run: there is no such program", hint="check the name and PATH")
     environ = {**os.environ, **(_parameters(parameters) if parameters is not None else {})}
     installed = installed_one()
     if installed is not None:
-        console.note(f"note: {installed} is installed and used; smpkit's is not needed")
+        _console.note(f"note: {installed} is installed and used; smpkit's is not needed")
     else:
         environ = with_drop_in(environ)
-        console.detail(f"PYTHONPATH={environ['PYTHONPATH']}")
+        _console.detail(f"PYTHONPATH={environ['PYTHONPATH']}")
     if cuda_on_cpu:
         environ = with_startup({**environ, "SMPKIT_CUDA_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""})
     if ENVIRONMENT_VARIABLE in environ:  # Hugging Face's Trainer reads it, and whether the platform has enabled MPI
@@ -82,11 +82,11 @@ def _check(paths: Sequence[str], *, as_json: bool) -> int:
     problems = sum(not finding.optional for finding in findings)
     if as_json:
         _console.print_json({"can_run": not problems, "findings": findings})
-        return min(problems, 1)
-    for finding in findings:
-        optional = " (where the script gets there)" if finding.optional else ""
-        click.echo(printable(f"{finding.file}:{finding.line} {finding.name}: {finding.message}{optional}"))
-    click.echo({0: "can run", 1: "cannot run: 1 problem"}.get(problems, f"cannot run: {problems} problems"))
+    else:
+        for finding in findings:
+            optional = " (where the script gets there)" if finding.optional else ""
+            click.echo(printable(f"{finding.file}:{finding.line} {finding.name}: {finding.message}{optional}"))
+        click.echo(f"cannot run: {things(problems, 'problem')}" if problems else "can run")
     return min(problems, 1)
 
 

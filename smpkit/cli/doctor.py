@@ -52,13 +52,13 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
     problems = sum(finding.state == "problem" for finding in findings)
     if as_json:
         _console.print_json(findings)
-        return int(problems > 0)
-    for finding in findings:
-        mark, color = _MARKS[finding.state]
-        click.echo(f"{click.style(mark, fg=color)} {finding.text}")
-        if finding.hint:
-            click.echo(f"    {click.style('hint:', fg='cyan')} {finding.hint}")
-    _console.current().note(things(problems, "problem") if problems else "no problems")
+    else:
+        for finding in findings:
+            mark, color = _MARKS[finding.state]
+            click.echo(f"{click.style(mark, fg=color)} {finding.text}")
+            if finding.hint:
+                click.echo(f"    {click.style('hint:', fg='cyan')} {finding.hint}")
+        _console.note(things(problems, "problem") if problems else "no problems")
     return int(problems > 0)
 
 

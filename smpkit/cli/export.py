@@ -34,4 +34,4 @@ def export(checkpoint: Path, target: Path, layout: str) -> None:
     what = f"`{checkpoint}` could not be exported"
     # A large checkpoint takes its time: whoever waits sees the folder grow, and can interrupt.
     answer = json.loads(ask("smpkit.torch.checkpoints.export", arguments, what, "exporting", None))
-    _console.current().note(f"exported {answer['checkpoint']} to {target}")
+    _console.note(f"exported {answer['checkpoint']} to {target}")

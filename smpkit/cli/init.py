@@ -117,13 +117,12 @@ def init(folder: Path, entry_point: str | None, force: bool) -> None:
     if existing and not force:
         raise UsageError(f"{existing[0]} is there already", hint="`--force` overwrites it; or give another FOLDER")
     folder.mkdir(parents=True, exist_ok=True)
-    console = _console.current()
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-        console.note(f"wrote {path}")
+        _console.note(f"wrote {path}")
     if entry_point is None and len(scripts) > 1:
-        console.note(f"it runs `{named}`; `--entry-point {shlex.quote(scripts[1])} --force` takes another script")
-    console.hint(f"`smpkit run {shlex.quote(str(folder / 'job.yaml'))}` runs it on this machine")
+        _console.note(f"it runs `{named}`; `--entry-point {shlex.quote(scripts[1])} --force` takes another script")
+    _console.hint(f"`smpkit run {shlex.quote(str(folder / 'job.yaml'))}` runs it on this machine")
 
 
 def _scripts(folder: Path) -> list[str]:
@@ -132,10 +131,7 @@ def _scripts(folder: Path) -> list[str]:
     def rank(name: str) -> tuple[bool, bool, str]:
         return name not in ("train.py", "main.py"), "train" not in name, name
 
-    try:
-        names = [path.name for path in folder.glob("*.py") if path.is_file()]
-    except OSError:
-        return []
+    names = [path.name for path in folder.glob("*.py") if path.is_file()]
     return sorted((name for name in names if not name.startswith(_NO_SCRIPTS)), key=rank)
 
 

@@ -33,7 +33,7 @@ def jobs(
         _console.print_json([{name: getattr(item, name) for name in _SHOWN} for item in listed])
         return
     if not listed:
-        _console.current().note(f"no such jobs on {opened.title}")
+        _console.note(f"no such jobs on {opened.title}")
     width = max((len(item.name) for item in listed), default=0)
     for item in listed:
         shown = item.phase if item.status in ("InProgress", item.phase) else f"{item.status} ({item.phase})"

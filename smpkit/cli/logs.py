@@ -79,7 +79,7 @@ def logs(
     handle = Job(str(job), chosen.open())
     lines = handle.logs(follow=follow, tail=tail, since=since, ranks=ranks, hosts=hosts, grep=grep)
     if follow:
-        return _followed(handle, lines, as_json=as_json)
+        return follow_job(handle, lines, as_json=as_json)
     _print(lines, as_json=as_json)
     return 0
 
@@ -87,18 +87,13 @@ def logs(
 # ---- of a managed job ------------------------------------------------------------------------------------------------
 
 
-def follow_job(job: Job) -> int:
+def follow_job(job: Job, lines: Iterable[LogLine | Notice], *, as_json: bool = False) -> int:
     """Show a job's lines until it is over, and its end; return the exit code. Ctrl-C ends the showing, not the job."""
-    return _followed(job, job.logs(follow=True))
-
-
-def _followed(job: Job, lines: Iterable[LogLine | Notice], *, as_json: bool = False) -> int:
     try:
         _print(lines, as_json=as_json)
     except KeyboardInterrupt:
-        console = _console.current()
-        console.note(f"\n`{job.name}` goes on; this only stopped following it")
-        console.hint(f"`smpkit logs -f {job.name}` follows it again, `smpkit stop {job.name}` stops it")
+        _console.note(f"\n`{job.name}` goes on; this only stopped following it")
+        _console.hint(f"`smpkit logs -f {job.name}` follows it again, `smpkit stop {job.name}` stops it")
         return 130
     return show_end(job.status())
 
@@ -107,11 +102,10 @@ def _print(lines: Iterable[LogLine | Notice], *, as_json: bool) -> None:
     """Print lines to stdout, each with its host, and notices to stderr; without control characters."""
     from smpkit_estimator.follow import Notice
 
-    console = _console.current()
     colors: dict[str, str] = {}
     for line in lines:
         if isinstance(line, Notice):
-            (console.warn if line.warning else console.note)(coloured(line.text))
+            (_console.warn if line.warning else _console.note)(coloured(line.text))
         elif as_json:
             plain = {"time": line.time, "host": line.host, "rank": line.rank, "text": line.text}
             _console.print_json(plain, indent=None)

@@ -12,11 +12,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import click
@@ -87,31 +89,10 @@ class _Commands(click.Group):
             with formatter.section(section):
                 formatter.write_dl(part)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run, and leave with an exit code; without `standalone_mode` errors are the caller's, as click has it."""
-
-        def run() -> Any:
-            return super(_Commands, self).main(args, prog_name or self.name, complete_var, False, **extra)
-
-        if not standalone_mode:
-            return run()
-        sys.exit(exit_code_of(run))
-
-
-def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked:
-        from smpkit.version import commit
-
-        source = commit()
-        click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {source})" if source else ""))
-        ctx.exit()
+        run = functools.partial(super().main, *args, standalone_mode=False, **extra)
+        return sys.exit(exit_code_of(run)) if standalone_mode else run()
 
 
 @click.group(
@@ -121,27 +102,26 @@ def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the version and exit.",
-)
+@click.option("--version", is_flag=True, help="Show the version and exit.")
 @click.option("-v", "--verbose", count=True, help="Say more.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
 @click.pass_context
-def cli(ctx: click.Context, verbose: int, quiet: bool) -> None:
+def cli(ctx: click.Context, version: bool, verbose: int, quiet: bool) -> None:
     """Train PyTorch models that do not fit on one GPU."""
     _console.set_up(ctx, -1 if quiet else verbose)
+    if version:
+        from smpkit.version import commit
+
+        source = commit()
+        click.echo(f"smpkit, version {smpkit.__version__}" + (f" (commit {source})" if source else ""))
+        ctx.exit()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with `arguments` (those of the process if None), and exit."""
-    cli.main(arguments)
+    cli.main(arguments, "smpkit")
     raise AssertionError("the command line always exits")
 
 
@@ -203,8 +183,5 @@ def _usage(error: click.ClickException) -> int:
 
 def _drop_output() -> None:
     """Send the rest of the output nowhere: Python flushes it at exit, and would fail there again."""
-    try:
-        number = sys.stdout.fileno()
-    except (OSError, ValueError):  # a stream of a test, which has no file
-        return
-    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    with suppress(OSError):  # a stream of a test has no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

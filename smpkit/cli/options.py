@@ -66,22 +66,20 @@ def job_arguments(function: _Function) -> _Function:
 
 def override_options(function: _Function) -> _Function:
     """Give a command `--set`, `-p` and `-H`; it gets them in this order as `overrides`, as `load_job` takes them."""
+    setting = "Change a setting for this call, such as `compute.instance_count=4`; values are read as YAML."
+    parameter = "Change a modelparallel parameter for this call, such as `microbatches=8`."
+    hyperparameter = "Change a hyperparameter for this call: short for `--set hyperparameters.KEY=VALUE`."
+    repeatable = functools.partial(click.option, multiple=True, metavar="KEY=VALUE")
 
+    @repeatable("--set", "settings", help=setting)
+    @repeatable("-p", "parameters", help=parameter)
+    @repeatable("-H", "hyperparameters", help=hyperparameter)
     @functools.wraps(function)
     def command(*args: Any, settings: Texts, parameters: Texts, hyperparameters: Texts, **kwargs: Any) -> Any:
         given = {"--set": settings, "-p": parameters, "-H": hyperparameters}
         return function(*args, overrides=[(flag, text) for flag in given for text in given[flag]], **kwargs)
 
-    repeatable = functools.partial(click.option, multiple=True, metavar="KEY=VALUE")
-    setting = "Change a setting for this call, such as `compute.instance_count=4`; values are read as YAML."
-    parameter = "Change a modelparallel parameter for this call, such as `microbatches=8`."
-    hyperparameter = "Change a hyperparameter for this call: short for `--set hyperparameters.KEY=VALUE`."
-    options = (
-        repeatable("--set", "settings", help=setting),
-        repeatable("-p", "parameters", help=parameter),
-        repeatable("-H", "hyperparameters", help=hyperparameter),
-    )
-    return with_options(command, *options)  # type: ignore[return-value]
+    return command  # type: ignore[return-value]
 
 
 def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False) -> LoadedJob:
@@ -90,7 +88,7 @@ def read_job(file: Path, overrides: Sequence[Override], *, script: bool = False)
 
     job = load_script(file, overrides) if script and is_script(file) else load_job(file, overrides)
     for notice in job.notices:
-        _console.current().warn(notice)
+        _console.warn(notice)
     return job
 
 
@@ -135,7 +133,11 @@ class BackendChoice:
 
 def backend_options(function: _Function) -> _Function:
     """Give a command `--profile`, `--region` and `--backend`, as the argument `chosen`."""
+    known = "`sagemaker`, `slurm`, `kubernetes` or `batch`. Default: the job file's, else `sagemaker`."
 
+    @click.option("--profile", metavar="NAME", help="AWS profile, or context of the kubeconfig.")
+    @click.option("--region", metavar="NAME", help="AWS region, or namespace of Kubernetes.")
+    @click.option("--backend", metavar="NAME", envvar="SMPKIT_BACKEND", help=known)
     @functools.wraps(function)
     def command(*args: Any, profile: str | None, region: str | None, backend: str | None, **options: Any) -> Any:
         asked = [param.name for param in _on_command_line(ACCESS)]
@@ -144,13 +146,10 @@ def backend_options(function: _Function) -> _Function:
                 _console.repeat_in_commands(f" --{name} {shlex.quote(value)}")
         return function(*args, chosen=BackendChoice(profile, region, backend, bool(asked)), **options)
 
-    known = "`sagemaker`, `slurm`, `kubernetes` or `batch`. Default: the job file's, else `sagemaker`."
-    options = (
-        click.option("--profile", metavar="NAME", help="AWS profile, or context of the kubeconfig."),
-        click.option("--region", metavar="NAME", help="AWS region, or namespace of Kubernetes."),
-        click.option("--backend", metavar="NAME", envvar="SMPKIT_BACKEND", help=known),
-    )
-    return with_options(command, *options)  # type: ignore[return-value]
+    return command  # type: ignore[return-value]
+
+
+FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -192,10 +191,3 @@ def length(value: str) -> timedelta:
     if span > _LONGEST:
         raise click.BadParameter(f"`{value}` is longer than {_LONGEST.days:,} days")
     return span
-
-
-def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with options, the first of which stands first in its help."""
-    for option in reversed(options):
-        command = option(command)
-    return command

@@ -51,14 +51,13 @@ def plan_offload_model(memory_gib: float | None, host_memory_gib: float | None, 
     plan = _plan(memory_gib, host_memory_gib, options)
     if as_json:
         _console.print_json(plan)
-        return int(not all(plan.fits.values()))
-    click.echo("\n".join(_report(plan, host_memory_gib)))
-    console = _console.current()
-    for place, limit in (("device", memory_gib), ("host", host_memory_gib)):
-        if not plan.fits.get(place, True):
-            console.warn(f"does not fit the {place}'s {limit:g} GiB")
-    if not plan.fits.get("device", True):
-        console.hint("use more `--slices`, or more `--microbatches`")
+    else:
+        click.echo("\n".join(_report(plan, host_memory_gib)))
+        for place, limit in (("device", memory_gib), ("host", host_memory_gib)):
+            if not plan.fits.get(place, True):
+                _console.warn(f"does not fit the {place}'s {limit:g} GiB")
+        if not plan.fits.get("device", True):
+            _console.hint("use more `--slices`, or more `--microbatches`")
     return int(not all(plan.fits.values()))
 
 
@@ -99,15 +98,8 @@ def _plan(memory_gib: float | None, host_memory_gib: float | None, options: dict
     if host_memory_gib is not None:  # some of it is left free for the process itself
         largest = largest_parameters(replace(model, num_parameters=1), host_memory_gib * _GIB)
         fits["host"] = model.num_parameters <= largest
-    return Plan(
-        model,
-        machine,
-        {str(update): step_time(model, machine, update) for update in Update},
-        device,
-        host,
-        fits,
-        largest,
-    )
+    steps = {str(update): step_time(model, machine, update) for update in Update}
+    return Plan(model, machine, steps, device, host, fits, largest)
 
 
 def _num_parameters(params: float | None, target: str | None) -> float:

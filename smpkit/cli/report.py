@@ -11,20 +11,14 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import write_file
-from smpkit.cli.options import ACCESS, OF_A_JOB, BackendChoice, backend_options, refuse
+from smpkit.cli.options import ACCESS, FILE, OF_A_JOB, BackendChoice, backend_options, refuse
 from smpkit.observe.runs import Run, find_runs, open_run
 
 
 @click.command()
 @click.argument("name", metavar="[RUN]", required=False)
 @click.argument("other", metavar="[RUN2]", required=False)
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Where to write it. Default: report.html in the folder of the run.",
-)
+@click.option("-o", "--output", type=FILE, help="Where to write it. Default: report.html in the folder of the run.")
 @click.option("--open", "opens", is_flag=True, help="Show it in a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print what it shows as JSON, and write no file.")
 @backend_options
@@ -54,7 +48,7 @@ def report(
         return
     for content in contents:
         if "events" in content.missing:  # who sends a report should know before
-            _console.current().warn(f"{content.folder}: {content.missing['events']}")
+            _console.warn(f"{content.folder}: {content.missing['events']}")
     path = output or opened[-1][1]
     write_file(path, page(contents), "report")
     click.echo(str(path))

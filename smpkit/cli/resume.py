@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from smpkit.cli._start import start, start_options
 from smpkit.cli.options import HOSTS, BackendChoice, backend_options
 from smpkit.cli.status import newest_checkpoint
+from smpkit.cli.submit import start, start_options
 
 
 @click.command()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
 from smpkit.cli.image import recipe_options
 from smpkit.cli.options import job_arguments, numbers, refuse
-
-if TYPE_CHECKING:
-    from smpkit.config.load import Override
 
 _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch", "wheels", "authority", "network")
 
@@ -45,7 +42,7 @@ _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch",
 )
 @click.option("--gpus", is_flag=True, help="With --docker: give the containers this machine's GPUs.")
 @recipe_options
-def run(file: Path, overrides: list[Override], arguments: tuple[str, ...], **options: Any) -> int:
+def run(file: Path, **options: Any) -> int:
     """Run a job on this machine, with the launcher of the training image or in the image itself.
 
     FILE is a job file, or a script such as `train.py`, which needs none: `-p pipeline_parallel_degree=2` sets what a
@@ -63,4 +60,4 @@ def run(file: Path, overrides: list[Override], arguments: tuple[str, ...], **opt
         refuse(_FOR_DOCKER, "without `--docker`", "add `--docker`")
     from smpkit.cli._run import run_job
 
-    return run_job(file, overrides, arguments, **options)
+    return run_job(file, **options)

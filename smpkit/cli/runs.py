@@ -50,7 +50,7 @@ def runs(name: str | None, last: int, as_json: bool) -> None:
         rows = [["run", "ended", "steps", "loss", "steps/s", "memory"], *(_row(*each) for each in entries)]
         click.echo("\n".join(table(rows, width())))
     else:
-        _console.current().note("no runs here; `smpkit run JOB_FILE` makes one, in `runs` beside the job file")
+        _console.note("no runs here; `smpkit run JOB_FILE` makes one, in `runs` beside the job file")
 
 
 def _summary(run: Run) -> RunSummary | None:
@@ -62,7 +62,7 @@ def _summary(run: Run) -> RunSummary | None:
     try:
         return read_summary(run.path)
     except SummaryError as error:
-        _console.current().warn(str(error))
+        _console.warn(str(error))
         return None
 
 

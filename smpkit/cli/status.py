@@ -38,7 +38,7 @@ def status(job: str, watch: bool, as_json: bool, chosen: BackendChoice) -> int:
     try:
         state = handle.wait(on_change=_print_json if as_json else _say_phase) if watch else handle.status()
     except KeyboardInterrupt:
-        _console.current().note(f"\n`{job}` goes on; `smpkit stop {job}` stops it")
+        _console.note(f"\n`{job}` goes on; `smpkit stop {job}` stops it")
         return 130
     if not as_json:
         click.echo("\n".join(_lines(state)))
@@ -62,24 +62,23 @@ def wait_for_job(job: Job) -> int:
     try:
         return show_end(job.wait(on_change=_say_phase))
     except KeyboardInterrupt:
-        _console.current().note(f"\n`{job.name}` goes on; `smpkit stop {job.name}` stops it")
+        _console.note(f"\n`{job.name}` goes on; `smpkit stop {job.name}` stops it")
         return 130
 
 
 def _say_phase(state: JobStatus) -> None:
     if not state.over:
-        _console.current().note(f"{duration(state.seconds):>9}  {state.phase}: {printable(state.message)}")
+        _console.note(f"{duration(state.seconds):>9}  {state.phase}: {printable(state.message)}")
 
 
 def show_end(state: JobStatus) -> int:
     """Say how a job ended and what to do next; return the exit code."""
-    console = _console.current()
-    console.note(_headline(state))
+    _console.note(_headline(state))
     if state.failure is not None:
-        console.note("\n".join(("", *_reason(state), "")))
+        _console.note("\n".join(("", *_reason(state), "")))
         _hint(state)
     elif state.succeeded:
-        console.note(f"{duration(state.billable_so_far)} billable for each of {state.instance_count} instances")
+        _console.note(f"{duration(state.billable_so_far)} billable for each of {state.instance_count} instances")
     return 0 if state.succeeded else 1
 
 
@@ -135,7 +134,7 @@ def _hint(state: JobStatus) -> None:
     if failure is None:
         return
     rank = "" if failure.rank is None else f" --rank {failure.rank}"
-    _console.current().hint(printable(failure.hint) if failure.hint else f"`smpkit logs {state.name}{rank} --tail 50`")
+    _console.hint(printable(failure.hint) if failure.hint else f"`smpkit logs {state.name}{rank} --tail 50`")
 
 
 def _print_json(state: JobStatus, indent: int | None = None) -> None:

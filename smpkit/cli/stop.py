@@ -22,18 +22,17 @@ def stop(job: str, wait: bool, chosen: BackendChoice) -> None:
 
     handle = Job(job, chosen.open())
     before = handle.status()
-    console = _console.current()
     if before.over:
-        console.note(f"`{job}` is over already: {before.status}")
+        _console.note(f"`{job}` is over already: {before.status}")
         return
     handle.stop(wait=wait)
     if not wait:
-        console.note(f"Asked `{job}` to stop; `smpkit status {job}` shows when it has")
+        _console.note(f"Asked `{job}` to stop; `smpkit status {job}` shows when it has")
         return
-    console.note(f"Stopped `{job}`")
+    _console.note(f"Stopped `{job}`")
     if before.checkpoints is not None:
         none = "no checkpoint was saved"
         newest = newest_checkpoint(handle, before="newest checkpoint: ", none=none)
-        console.note(newest)
+        _console.note(newest)
         where = "starts from the beginning" if newest == none else "goes on from there"
-        console.hint(f"`smpkit resume {job}` {where}")
+        _console.hint(f"`smpkit resume {job}` {where}")

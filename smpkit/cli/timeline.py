@@ -10,6 +10,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._console import table, width, write_file
+from smpkit.cli.options import FILE
 from smpkit.config.words import printable
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.observe.runs import open_run
@@ -19,24 +20,19 @@ if TYPE_CHECKING:
     from smpkit.observe.executed import ExecutedStep
     from smpkit.observe.merge import Run
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
-
 
 @click.command()
 @click.argument("name", metavar="[RUN]", required=False)
 @click.option("--step", "number", type=int, help="Which step, from 0. Default: the last that trains.")
-@click.option("--pipeline", "pipeline", type=int, default=0, help="Which replica of the pipeline, from 0. Default: 0.")
+@click.option("--pipeline", type=int, default=0, help="Which replica of the pipeline, from 0. Default: 0.")
 @click.option("--json", "as_json", is_flag=True, help="Print the step as JSON, times in seconds.")
 @click.option(
     "--perfetto",
     "trace",
-    metavar="FILE",
-    type=_FILE,
+    type=FILE,
     help="Also write a trace of all steps for ui.perfetto.dev; of one step, with --step. Profiles go into it.",
 )
-@click.option(
-    "--svg", "picture", metavar="FILE", type=_FILE, help="Also draw the step as an SVG, planned above executed."
-)
+@click.option("--svg", "picture", type=FILE, help="Also draw the step as an SVG, planned above executed.")
 def timeline(
     name: str | None, number: int | None, pipeline: int, as_json: bool, trace: Path | None, picture: Path | None
 ) -> None:
@@ -55,9 +51,8 @@ def timeline(
     folder = open_run(name).path
     run = read_run(folder)
     step = executed.executed_step(run, _chosen(run, number, pipeline), pipeline)
-    console = _console.current()
     for rank in run.truncated:
-        console.warn(f"the events of rank {rank} break off in a line, which was left out: the process was ended")
+        _console.warn(f"the events of rank {rank} break off in a line, which was left out: the process was ended")
     if as_json:
         mesh = {"pipeline": run.mesh.pp_size, "tensor": run.mesh.tp_size, "data": run.mesh.rdp_size}
         more = {"steps": run.steps, "mesh": mesh, "truncated_ranks": run.truncated}
@@ -67,10 +62,10 @@ def timeline(
     if trace is not None:
         profiles = profiles_of(find_events(folder)[0].parent)
         write_file(trace, chrome_trace(run, None if number is None else [number], profiles), "trace")
-        console.note(f"trace: {trace}; open it at https://ui.perfetto.dev")
+        _console.note(f"trace: {trace}; open it at https://ui.perfetto.dev")
     if picture is not None:
         write_file(picture, step.as_svg(), "picture")
-        console.note(f"picture: {picture}")
+        _console.note(f"picture: {picture}")
 
 
 def _chosen(run: Run, number: int | None, pipeline: int) -> int:

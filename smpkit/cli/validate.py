@@ -43,14 +43,13 @@ def validate(file: Path, overrides: list[Override], as_json: bool, show_origin: 
         result = {"valid": True, "kind": loaded.kind, "problems": [], "warnings": [*map(_plain, loaded.notices)]}
         _console.print_json({**result, **({"settings": settings} if show_origin else {})})
         return 0
-    console = _console.current()
     written = sum(origin != "default" for origin in loaded.origins.values())
-    console.detail(f"read as a {loaded.kind_name}: {written} settings given, {len(loaded.origins) - written} defaults")
+    _console.detail(f"read as a {loaded.kind_name}: {written} settings given, {len(loaded.origins) - written} defaults")
     for notice in loaded.notices:
-        console.warn(notice)
+        _console.warn(notice)
     for setting in settings if show_origin else ():
         click.echo(printable(f"{setting['key']} = {json.dumps(setting['value'])}  ({setting['origin']})"))
-    console.note(f"{printable(str(loaded.path))}: {_console.style('valid', 'green')} ({_summary(loaded)})")
+    _console.note(f"{printable(str(loaded.path))}: {_console.style('valid', 'green')} ({_summary(loaded)})")
     return 0
 
 

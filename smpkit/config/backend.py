@@ -263,15 +263,16 @@ class Kubernetes(Section):
 # ---- AWS Batch -------------------------------------------------------------------------------------------------------
 
 
+FileSystemId = Annotated[str, matching("fs-[0-9a-f]+", "must be the id of a file system", "such as `fs-0123abcd`")]
+
+
 class BatchVolume(Section):
     """Storage that every node mounts: `efs` or `host_path`."""
 
     mount: ContainerPath
     """Where the container sees it. Folders of `output`, `checkpoints` and `inputs` lie in a volume."""
 
-    efs: Annotated[str, matching("fs-[0-9a-f]+", "must be the id of a file system", "such as `fs-0123abcd`")] | None = (
-        None
-    )
+    efs: FileSystemId | None = None
     """The id of an EFS file system, such as `fs-0123456789abcdef0`."""
 
     host_path: ContainerPath | None = None

@@ -64,10 +64,6 @@ def _location(value: str) -> _Refusal:
     return None
 
 
-def _bucket_uri(value: str) -> _Refusal:
-    return None if "://" in value else (f"must be an S3 URI, got {quoted(value)}", _EXAMPLE)
-
-
 def _pattern(value: str) -> _Refusal:
     try:
         groups = re.compile(value).groups
@@ -80,7 +76,7 @@ def _pattern(value: str) -> _Refusal:
 JobName = Annotated[str, checked(wrong_job_name)]
 Script = Annotated[str, checked(_script)]
 Location = Annotated[str, checked(_location)]
-BucketUri = Annotated[Location, checked(_bucket_uri)]
+BucketUri = Annotated[Location, matching("s3://.*", "must be an S3 URI", _EXAMPLE)]
 ContainerPath = Annotated[str, matching("/.*", "must be an absolute path inside the container")]
 Pattern = Annotated[str, checked(_pattern)]
 _TYPE = r"(?!ml\.)\S{1,255}|ml\.[a-z0-9-]+\.(\d*x?large|small|medium|metal)"

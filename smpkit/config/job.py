@@ -26,7 +26,7 @@ from smpkit.config.fields import (
     Word,
     name_from,
 )
-from smpkit.config.section import FIELDS_ALONE, Section, checked, matching, without_wrong_fields
+from smpkit.config.section import RIGHT_FIELDS, Section, checked, matching
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
@@ -430,8 +430,7 @@ class JobConfig(Section):
         compute = data.get("compute")
         count = compute.get("instance_count", 1) if isinstance(compute, Mapping) else 1
         try:
-            sound = without_wrong_fields(Distribution, data.get("distribution", {}))
-            distribution = Distribution.model_validate(sound, context=FIELDS_ALONE)
+            distribution = Distribution.model_validate(data.get("distribution", {}), context=RIGHT_FIELDS)
             hosts = Compute(instance_count=count).instance_count
         except ValidationError:
             return ()  # their own problems have been reported
@@ -467,14 +466,11 @@ class JobConfig(Section):
     def secret_notices(self) -> list[Problem]:
         """Say which values are probably secrets, and are about to be sent in clear."""
         message = "looks like a secret, and whoever may describe the job can read it"
-        values: dict[tuple[str, str], object] = {
-            ("environment", name): value for name, value in self.environment.items()
-        }
-        values |= {("hyperparameters", name): value for name, value in self.hyperparameters.items()}
         return [
-            Problem(path, message, f"write `secrets: {{{path[1]}: <entry in AWS Secrets Manager>}}` instead")
-            for path, value in values.items()
-            if masked(path[1], value) != value
+            Problem((key, name), message, f"write `secrets: {{{name}: <entry in AWS Secrets Manager>}}` instead")
+            for key, values in (("environment", self.environment), ("hyperparameters", self.hyperparameters))
+            for name, value in values.items()
+            if masked(name, value) != value
         ]
 
     def _overwritten(self) -> list[Problem]:

@@ -118,6 +118,12 @@ def load_script(path: Path, overrides: Sequence[Override] = ()) -> LoadedJob:
     return loaded
 
 
+def sizes_over_file(hosts: int | None, ranks: int | None) -> list[Override]:
+    """Return what goes last over a file if these are known: ranks are divided over the hosts."""
+    sizes = {"--hosts": hosts, "--ranks": ranks}
+    return [(flag, str(number)) for flag, number in sizes.items() if number is not None]
+
+
 def is_script(path: Path | str) -> bool:
     """Tell whether a file is called as what a job runs is, not as a job file."""
     return PurePath(path).suffix in (".py", ".sh")
@@ -166,15 +172,12 @@ def _load(kind: str, path: Path, document: Document, overrides: Sequence[Overrid
     assert isinstance(config, (JobConfig, Distribution, ModelParallelConfig))
     notices = config.notices(sources.value) if isinstance(config, ModelParallelConfig) else config.notices()
     origins = {leaf: sources.origin(leaf) for leaf in _leaves(config.model_dump())}
-    if isinstance(config, JobConfig):
-        return LoadedJob(kind, config, sources.located(notices), origins, path)
-    return Loaded(kind, config, sources.located(notices), origins, path)
+    result: type[Loaded] = LoadedJob if kind == "job" else Loaded
+    return result(kind, config, sources.located(notices), origins, path)
 
 
-def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
+def _file_problems(value: Mapping[str, Any], folder: Path) -> Iterable[Problem]:
     """Report missing sources beside all other problems; what is in a bucket is not known here."""
-    if not isinstance(value, Mapping):
-        return
     try:
         names = ("entry_point", "source_dir", "dependencies")
         config = JobConfig.model_validate({name: value[name] for name in names if name in value})
@@ -242,9 +245,10 @@ class _Sources:
         """Replace a path given as `parameters` by what the file says."""
         path = _parameters_path(self.value, self.distribution)
         name = _get(self.value, path)
-        if self.distribution is None or not isinstance(name, str):
+        if not isinstance(name, str):
             return
-        named_at = self.layer(path)[1].located(Problem(path, ""), below=self.layer(path)[0])
+        below, document = self.layer(path)
+        named_at = document.located(Problem(path, ""), below=below)
         # Whatever the file turns out to be, the path itself is not to be judged as parameters.
         self._put(path, Document(named_at.source, {}))
         message, hint = f"names a file outside the job's folder: {quoted(name)}", "put it beside the job file"
@@ -325,12 +329,11 @@ class _Sources:
         is_text = path[:1] == ("environment",) and len(path) == 2
         try:
             document = Document(source, text) if is_text else parse(text, source)
-            self._put(path, Document(source, document.value))
+            self._put(path, Document(source, document.value, problems=document.problems))
         except ConfigError as error:
             hide = is_confidential(path)
             self.problems += [replace(each, excerpt="") if hide else each for each in error.problems]
         else:
-            self.problems += document.problems
             self.resolve_parameters()
 
     def _put(self, path: KeyPath, document: Document) -> None:
@@ -364,14 +367,14 @@ class _Sources:
 
     def located(self, problems: Iterable[Problem]) -> tuple[Problem, ...]:
         """Add places to problems, and sort them, with those of the sources, by document and line."""
-        names = {document.name: position for position, (_, document) in reversed(list(enumerate(self.layers)))}
         documents = {document.name: document for _, document in self.layers}
+        order = {name: position for position, name in enumerate(documents)}
         located = [
             document.located(each, below=below) for each in problems for below, document in [self.layer(each.path)]
         ]
         located = sorted(
             [*self.problems, *located],
-            key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0, not problem.excerpt),
+            key=lambda problem: (order.get(problem.source, len(order)), problem.line or 0, not problem.excerpt),
         )
         # Several on one line are told apart by a mark below it.
         shown = Counter((problem.source, problem.line) for problem in located if problem.excerpt)
@@ -462,6 +465,7 @@ def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remov
     Everything else, comments too, stays as it is.
 
     Args:
+        text: a configuration that was loaded, so that it has mappings where they belong.
         name: what messages call the text; it is JSON if this ends with `.json`.
     """
     from ruamel.yaml import YAML
@@ -474,8 +478,6 @@ def edited(text: str, name: str, path: KeyPath, values: Mapping[str, Any], remov
         line, _ = document.positions.get((*path, key), (0, 0))
         if line and lines[line - 1].partition(":")[0].strip() == key:  # with its own comment, but not those around it
             lines[line - 1] = ""
-    if document.value is None:  # nothing but comments
-        lines.append(f"{[*path, *values][0]}:\n")
     editor, stream = YAML(), io.StringIO()
     _, indent, offset = load_yaml_guess_indent(text := "".join(lines))
     editor.preserve_quotes, editor.width = True, 4096
@@ -503,10 +505,8 @@ def _mapping_at(whole: Any, path: KeyPath, name: str) -> Any:
         if mapping.get(part) is None:
             mapping[part] = type(whole)()
         mapping = mapping[part]
-        where = ".".join(map(str, path[: depth + 1]))
-        if not isinstance(mapping, dict):
-            raise UsageError(f"`{name}` has no mapping at `{where}`")
         if hasattr(mapping, "anchor") and mapping.anchor.value is not None:
+            where = ".".join(map(str, path[: depth + 1]))
             raise UsageError(f"`{name}` repeats another value at `{where}`", hint="write it out, then try again")
     return mapping
 

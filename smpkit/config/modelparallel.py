@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from smpkit.config import rules
 from smpkit.config.documents import strict_json
-from smpkit.config.section import Section, explain, instead, validated
+from smpkit.config.section import RIGHT_FIELDS, Section, instead, validated
 from smpkit.config.words import quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
@@ -24,7 +24,6 @@ ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 _DEGREE = "pipeline_parallel_degree"
 _ALIAS = "partitions"
-_VIRTUAL = "virtual_pipeline_degree"
 
 HISTORIC: Mapping[str, str] = {
     "deterministic_server": "smpkit has no server",
@@ -54,7 +53,9 @@ def _active_microbatches(data: Mapping[str, Any]) -> int:
     """Two more than the pipeline is deep, or what virtual stages need, clamped. A wrong value is missing here."""
     degree: int = data.get(_DEGREE, 1)
     microbatches: int = data.get("microbatches", 1)
-    needed = rules.microbatches_of_virtual_stages(degree, microbatches) if data.get(_VIRTUAL, 1) > 1 else 0
+    needed = (
+        rules.microbatches_of_virtual_stages(degree, microbatches) if data.get("virtual_pipeline_degree", 1) > 1 else 0
+    )
     return max(1, min(max(degree + 2, needed), microbatches))
 
 
@@ -284,16 +285,10 @@ class ModelParallelConfig(Section):
     @classmethod
     def further_problems(cls, data: Mapping[str, Any], problems: Sequence[Problem]) -> Iterable[Problem]:
         """Judge the rules between the other parameters, so that a user sees all problems at once."""
-        wrong = {str(problem.path[0]) for problem in problems if problem.path}
-        if not wrong & data.keys():
-            return
-        try:
-            cls.model_validate({key: value for key, value in data.items() if key not in wrong})
-        except ValidationError as error:
-            for problem in explain(error):
-                names = set(re.findall(r"\w+", f"{problem.message} {problem.hint}"))
-                if problem not in problems and not wrong & names:
-                    yield problem
+        wrong = {str(problem.path[0]) for problem in problems}
+        for problem in cls.model_validate(data, context=RIGHT_FIELDS).broken_rules():
+            if not wrong & {*re.findall(r"\w+", f"{problem.message} {problem.hint}")}:
+                yield problem
 
     def broken_rules(self) -> Iterable[Problem]:
         """Apply v1's rules between parameters."""
@@ -314,7 +309,20 @@ class ModelParallelConfig(Section):
 
     def world_problems(self, world_size: int) -> list[Problem]:
         """Say which degrees do not fit into `world_size` ranks; the paths start at the parameters."""
-        return rules.world_problems(self, world_size)
+        pipeline, tensor = self.pipeline_parallel_degree, self.tensor_parallel_degree
+        hint = "start a multiple of {} ranks, or lower the degree"
+        if world_size % (pipeline * tensor):
+            key, degree = (_DEGREE, pipeline) if pipeline > 1 else ("tensor_parallel_degree", tensor)
+            message = f"must divide the number of ranks ({world_size}), got {degree}"
+            if pipeline > 1 and tensor > 1:
+                message = f"times tensor_parallel_degree {message} × {tensor} = {pipeline * tensor}"
+            return [Problem((key,), message, hint.format(pipeline * tensor))]
+        sharding, replicas = self.sharded_data_parallel_degree, world_size // (pipeline * tensor)
+        if replicas % sharding:
+            size = "data-parallel size" if tensor == 1 else f"number of replicas of {tensor} tensor-parallel ranks"
+            message = f"must divide the {size} ({replicas}), got {sharding}"
+            return [Problem(("sharded_data_parallel_degree",), message, hint.format(sharding * tensor))]
+        return []
 
     def notices(self, raw: Mapping[str, Any]) -> list[Problem]:
         """Say which settings in `raw`, what the user wrote, have no effect or another one than they say."""
@@ -336,8 +344,12 @@ class ModelParallelConfig(Section):
         Raises:
             ConfigError: with all problems, each named by its key.
         """
-        raw = _from_script(config) | _from_environment(environment_json)
-        combined = validated(cls, raw, subject="modelparallel parameters")
+        subject = "modelparallel parameters"
+        said = config.given() if isinstance(config, ModelParallelConfig) else {} if config is None else config
+        raw = _mapping(said, "a mapping", subject)
+        if environment_json is not None:
+            raw |= _mapping(strict_json(environment_json, ENVIRONMENT_VARIABLE), "a JSON object", ENVIRONMENT_VARIABLE)
+        combined = validated(cls, raw, subject=subject)
         return combined, combined.notices(raw)
 
 
@@ -350,22 +362,7 @@ def _is_tensorflow(key: object, value: object) -> bool:
     return isinstance(key, str) and key in TENSORFLOW_DEFAULTS and value is TENSORFLOW_DEFAULTS[key]
 
 
-def _from_script(config: object) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, ModelParallelConfig):
-        return config.given()
-    if isinstance(config, Mapping):
-        return dict(config)
-    problem = Problem((), f"must be a mapping of parameters, got {typed(config)}")
-    raise ConfigError([problem], subject="modelparallel parameters")
-
-
-def _from_environment(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    value = strict_json(text, ENVIRONMENT_VARIABLE)
-    if not isinstance(value, dict):
-        problem = Problem((), f"must be a JSON object, got {quoted(value)}")
-        raise ConfigError([problem], subject=ENVIRONMENT_VARIABLE)
-    return value
+def _mapping(value: object, kind: str, subject: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError([Problem((), f"must be {kind} of parameters, got {typed(value)}")], subject=subject)
+    return dict(value)

@@ -74,7 +74,8 @@ def parse_custom_options(text: str) -> list[Option]:
 def merged(defaults: Iterable[Option], custom: Sequence[Option], environ: Mapping[str, str]) -> list[Option]:
     """Return our defaults without those that the user set, on the command line or as OMPI_MCA_*, then the user's."""
     taken = {option.key for option in custom}
-    return [option for option in defaults if option.key not in taken and not _set_in(environ, option)] + list(custom)
+    taken |= {("mca", name.partition("_MCA_")[2]) for name in environ if name.startswith(("OMPI_MCA_", "PRTE_MCA_"))}
+    return [*(option for option in defaults if option.key not in taken), *custom]
 
 
 def exported_values(text: str) -> dict[str, str]:
@@ -104,9 +105,8 @@ def _grouped(words: Sequence[str]) -> Iterator[Option]:
 def _problem(option: Option, earlier: Option | None) -> Problem | None:
     name = option.name.partition("=")[0]
     if not option.words[0].startswith("-") or not name:
-        return Problem(
-            _PATH, f"`{option.words[0]}` is not an option of mpirun", "the program to run is added by smpkit"
-        )
+        message = f"`{option.words[0]}` is not an option of mpirun"
+        return Problem(_PATH, message, "the program to run is added by smpkit")
     if name in _OURS:
         return Problem(_PATH, f"`{option}` is set by smpkit", _OURS[name])
     if name in _TWO_VALUES and len(option.words) < 3:
@@ -114,7 +114,3 @@ def _problem(option: Option, earlier: Option | None) -> Problem | None:
     if earlier is not None and earlier.words[1:] != option.words[1:]:
         return Problem(_PATH, f"`{earlier}` and `{option}` contradict each other", "keep one of them")
     return None
-
-
-def _set_in(environ: Mapping[str, str], option: Option) -> bool:
-    return option.key[0] == "mca" and any(f"{prefix}_MCA_{option.key[1]}" in environ for prefix in ("OMPI", "PRTE"))

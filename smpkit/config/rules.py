@@ -166,24 +166,3 @@ def _other_notices(config: ModelParallelConfig, changed: frozenset[str]) -> Iter
 def microbatches_of_virtual_stages(degree: int, microbatches: int) -> int:
     """Return how many microbatches a rank holds in interleaved 1F1B: two groups, of `degree` microbatches or more."""
     return 2 * -(-microbatches // max(1, microbatches // degree))
-
-
-def world_problems(config: ModelParallelConfig, world_size: int) -> list[Problem]:
-    """Say which degrees do not fit into `world_size` ranks."""
-    pipeline, tensor = config.pipeline_parallel_degree, config.tensor_parallel_degree
-    if world_size % (pipeline * tensor):
-        key, degree = ("pipeline_parallel_degree", pipeline) if pipeline > 1 else ("tensor_parallel_degree", tensor)
-        message = f"must divide the number of ranks ({world_size}), got {degree}"
-        if pipeline > 1 and tensor > 1:
-            message = f"times tensor_parallel_degree {message} × {tensor} = {pipeline * tensor}"
-        return [Problem((key,), message, _ranks_hint(pipeline * tensor))]
-    sharding, replicas = config.sharded_data_parallel_degree, world_size // (pipeline * tensor)
-    if replicas % sharding:
-        size = "data-parallel size" if tensor == 1 else f"number of replicas of {tensor} tensor-parallel ranks"
-        message = f"must divide the {size} ({replicas}), got {sharding}"
-        return [Problem(("sharded_data_parallel_degree",), message, _ranks_hint(sharding * tensor))]
-    return []
-
-
-def _ranks_hint(multiple: int) -> str:
-    return f"start a multiple of {multiple} ranks, or lower the degree"

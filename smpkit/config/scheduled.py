@@ -31,9 +31,7 @@ MESSAGE: Final = "SMPKIT_TERMINATION_MESSAGE"
 STOP_FILE: Final = "SMPKIT_STOP_FILE"
 """A file that is there when somebody has asked the job to stop."""
 
-OF_THE_LAUNCHER: Final = (
-    *(HOSTS, FIRST_HOST, PORT, INTERFACE, MACHINE, PLACES, CONFIG, VARIABLES, MESSAGE, STOP_FILE),
-)
+OF_THE_LAUNCHER: Final = (HOSTS, FIRST_HOST, PORT, INTERFACE, MACHINE, PLACES, CONFIG, VARIABLES, MESSAGE, STOP_FILE)
 
 
 def is_scheduled(environ: Mapping[str, str]) -> bool:

@@ -26,8 +26,8 @@ from smpkit.errors import ConfigError, Problem
 KeyPath = tuple[str | int, ...]
 """The place of a value, from the root of what is validated."""
 
-FIELDS_ALONE = "fields alone"
-"""The context of a validation that leaves rules between fields out."""
+RIGHT_FIELDS = "right fields"
+"""The context of a validation that leaves wrong fields out, so that the others can be judged, and asks for no rules."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Value = TypeVar("_Value")
@@ -99,14 +99,16 @@ class Section(BaseModel):
         if not isinstance(full, Mapping):
             kinds = "text or a mapping" if cls.short_form else "a mapping"
             raise refusal([Problem((), f"must be {kinds}, got {typed(full)}")])
-        problems: list[Problem] = []
         try:
             section = handler(full)
         except ValidationError as error:
-            problems += cls._in_words(error, full)
-            problems += cls.further_problems(full, problems) if info.context != FIELDS_ALONE else ()
+            problems = cls._in_words(error, full)
+            if info.context == RIGHT_FIELDS:
+                wrong = {str(problem.path[0]) for problem in problems}
+                return handler({key: value for key, value in full.items() if str(key) not in wrong})
+            problems += cls.further_problems(full, problems)
         else:
-            problems += section.broken_rules() if info.context != FIELDS_ALONE else ()
+            problems = [] if info.context == RIGHT_FIELDS else [*section.broken_rules()]
         if problems:
             raise refusal(cls.as_written(problem, data) for problem in problems)
         return section
@@ -183,23 +185,6 @@ def validated(model: type[_Model], data: object, *, subject: str) -> _Model:
         raise ConfigError(explain(error), subject=subject) from None
 
 
-def without_wrong_fields(model: type[BaseModel], data: Any) -> Any:
-    """Return `data` without the fields that are wrong by themselves, so that the others can be judged."""
-    try:
-        model.model_validate(data, context=FIELDS_ALONE)
-    except ValidationError as error:
-        for problem in explain(error):
-            data = _without(data, problem.path)
-    return data
-
-
-def _without(data: Any, path: KeyPath) -> Any:
-    if not path or not isinstance(data, Mapping) or path[0] not in data:
-        return data
-    rest = {key: value for key, value in data.items() if key != path[0]}
-    return rest if len(path) == 1 else {**rest, path[0]: _without(data[path[0]], path[1:])}
-
-
 def refusal(problems: Iterable[Problem]) -> ValidationError:
     """Pack problems into one error: raised inside a validator, pydantic puts the outer path before each."""
     # The template is constant and the text goes in as context, so braces in a user's text are never read as fields.
@@ -239,8 +224,6 @@ _BOUNDS = {
 _SENTENCES = {
     "missing": _MISSING,
     "extra_forbidden": _UNKNOWN,
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
     "string_unicode": "must be text that can be written as UTF-8",
     "too_long": "must have at most {max_length} entries",
     "recursion_loop": "refers to itself, or is nested too deeply",
@@ -282,7 +265,7 @@ def _problem(detail: ErrorDetails) -> Problem:
     elif kind in _SENTENCES:
         message = _SENTENCES[kind].format(**context)
     else:
-        message = detail["msg"].removesuffix(".").replace("Input should", "must")
+        message = re.sub("^(Input|String) should", "must", detail["msg"].removesuffix("."))
         message = message[:1].lower() + message[1:]
     return Problem(path, hide_in_message(path, message), hint)
 

@@ -5,7 +5,6 @@ import pytest
 from click.testing import CliRunner
 
 from smpkit.cli import _console
-from smpkit.cli._console import Console
 from smpkit.errors import Problem
 
 
@@ -19,11 +18,12 @@ from smpkit.errors import Problem
     ids=["quiet", "calm", "verbose"],
 )
 def test_verbosity_decides_what_is_said(verbosity: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(verbosity)
-    console.warn(Problem(("a", "b"), "is odd", "mend it"))
-    console.note("note")
-    console.hint("next")
-    console.detail("why")
+    with click.Context(colourful) as ctx:
+        _console.set_up(ctx, verbosity)
+        _console.warn(Problem(("a", "b"), "is odd", "mend it"))
+        _console.note("note")
+        _console.hint("next")
+        _console.detail("why")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", said)
 
@@ -33,7 +33,7 @@ def test_verbosity_decides_what_is_said(verbosity: int, said: str, capsys: pytes
 @click.pass_context
 def colourful(ctx: click.Context, v: int) -> None:
     _console.set_up(ctx, v)
-    _console.current().warn("mind")
+    _console.warn("mind")
 
 
 @pytest.mark.parametrize(
