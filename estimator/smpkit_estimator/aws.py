@@ -9,8 +9,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cache, cached_property
 from typing import Any, BinaryIO
@@ -215,23 +214,6 @@ class Cloud:
             self.client("s3").download_fileobj(bucket, key, into)
         except CloudProblem as error:
             raise explained(error, f"cannot read {uri}", "s3") from None
-
-
-@dataclass
-class StandIns:
-    """What a dry run shows in place of what it cannot find out, with a note about each; other runs fail there."""
-
-    dry: bool
-    notes: list[str] = field(default_factory=list)
-
-    def get(self, ask: Callable[[], str], stand_in: str, what: str) -> str:
-        try:
-            return ask()
-        except CloudError as error:
-            if not self.dry:
-                raise
-            self.notes.append(f"{error.message}: `{stand_in}` stands for {what}")
-            return stand_in
 
 
 # ---- why a call failed -----------------------------------------------------------------------------------------------

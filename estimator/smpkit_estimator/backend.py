@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from smpkit.config.documents import as_yaml
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted, suggestion
-from smpkit.errors import ConfigError, JobError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit.errors import CloudError, ConfigError, JobError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.status import JobStatus
 
 OWN: Mapping[str, str] = {
@@ -29,6 +29,8 @@ OWN: Mapping[str, str] = {
     "kubernetes": "smpkit_estimator.kubernetes.backend:KubernetesCluster",
     "batch": "smpkit_estimator.batch:open_batch",
 }
+
+_Answer = TypeVar("_Answer")
 
 
 class Backend(Protocol):
@@ -231,6 +233,24 @@ def preparing() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise NotStartedInterrupt from None
+
+
+@dataclass
+class StandIns:
+    """What a dry run shows in place of what it cannot find out, with a note about each; other runs fail there."""
+
+    dry: bool
+    notes: list[str] = field(default_factory=list)
+
+    def get(self, ask: Callable[[], _Answer], stand_in: _Answer, words: str) -> _Answer:
+        """Return what `ask` returns; else the stand-in, which `words` tell behind the error."""
+        try:
+            return ask()
+        except CloudError as error:
+            if not self.dry:
+                raise
+            self.notes.append(f"{error.message}{words}")
+            return stand_in
 
 
 def in_doubt(error: SmpkitError, name: str) -> UnreachableError:

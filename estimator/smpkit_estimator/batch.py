@@ -23,7 +23,7 @@ from smpkit.config.job import JobConfig
 from smpkit.config.wire import SECRETS, TOKEN_FILE
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
 from smpkit_estimator import scheduled
-from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
+from smpkit_estimator.aws import Cloud, Session, open_session, request_shape
 from smpkit_estimator.backend import (
     Access,
     Clock,
@@ -31,6 +31,7 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     in_doubt,
     preparing,
@@ -105,8 +106,9 @@ class AwsBatch:
             packed = pack(sources)
             archive = f"{_staging_of(job)}/sources/{packed.digest}/sourcedir.tar.gz"
             notes += packing_notes(packed)
-        region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return _plan(job, chosen, region, archive, packed, notes)
+        unknown = StandIns(dry)
+        region = unknown.get(lambda: self.cloud.region, "<region>", ": `<region>` stands for it")
+        return _plan(job, chosen, region, archive, packed, [*notes, *unknown.notes])
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: _Sent = plan.payload

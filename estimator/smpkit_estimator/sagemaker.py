@@ -21,7 +21,6 @@ from smpkit_estimator.aws import (
     Cloud,
     CloudProblem,
     Session,
-    StandIns,
     code_of,
     explained,
     is_in_doubt,
@@ -35,6 +34,7 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     check_name,
     in_doubt,
@@ -113,14 +113,15 @@ class SageMaker:
 
     def _whereabouts(self, job: JobConfig, unknown: StandIns) -> tuple[str, str, str]:
         """Return region, ARN of the role, and output."""
-        region = unknown.get(lambda: self.cloud.region, _REGION, "it")
+        region = unknown.get(lambda: self.cloud.region, _REGION, f": `{_REGION}` stands for it")
         if job.role is None:
             unknown.notes.append(f"no role is set: `{_ROLE}` stands for it")
         role = job.role or _ROLE
         by_name = not role.startswith("arn:")
         account = ""
         if job.output is None or (by_name and unknown.dry):
-            account = unknown.get(lambda: self.cloud.identity["Account"], _ACCOUNT, "the account")
+            words = f": `{_ACCOUNT}` stands for the account"
+            account = unknown.get(lambda: self.cloud.identity["Account"], _ACCOUNT, words)
         role = f"arn:aws:iam::{_ACCOUNT}:role/{role}" if by_name and account == _ACCOUNT else role
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 

@@ -30,6 +30,7 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     in_doubt,
     preparing,
@@ -80,21 +81,15 @@ class SlurmCluster:
     def plan(
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
     ) -> Plan:
-        notes: list[str] = []
-        settings: Mapping[str, str] = {}
-        try:
-            settings = controller_settings()
-        except CloudError as error:
-            if not dry:
-                raise
-            notes.append(f"{error.message}: `KillWait` is taken as 30 s")
+        unknown = StandIns(dry)
+        settings: Mapping[str, str] = unknown.get(controller_settings, {}, ": `KillWait` is taken as 30 s")
         problems: list[Problem] = []
         sources = job_sources(job, folder, problems, script_only=script_only)
         inputs = dict(local_inputs(job, folder, problems))
         hidden = dict(local_secrets(job, problems))
         absolute = _with_absolute_places(job, folder, inputs)
         chosen = name or unique_name(job.name, self.clock.now())
-        return _plan(absolute, chosen, settings, hidden, problems=problems, notes=notes, sources=sources)
+        return _plan(absolute, chosen, settings, hidden, problems=problems, notes=unknown.notes, sources=sources)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
