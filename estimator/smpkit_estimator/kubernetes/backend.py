@@ -26,6 +26,7 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     in_doubt,
     refuse,
@@ -57,7 +58,11 @@ _OLDEST = (1, 29)
 
 
 class KubernetesCluster:
-    """The jobs in one namespace of a cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
+    """The jobs in one namespace of a cluster of the kubeconfig.
+
+    Args:
+        access: the context as `profile` and the namespace as `region`; whoever opens this takes those of the job file.
+    """
 
     def __init__(self, access: Access) -> None:
         self.clock = Clock()
@@ -67,11 +72,6 @@ class KubernetesCluster:
     @cached_property
     def _api(self) -> Api:
         return connect(self._access.profile, self._access.region)
-
-    def _api_for(self, job: JobConfig) -> Api:
-        """Return the cluster and namespace of a job file; the command line goes before it."""
-        options = job.backend.kubernetes
-        return connect(self._access.profile or options.context, self._access.region or options.namespace)
 
     @property
     def title(self) -> str:
@@ -84,15 +84,9 @@ class KubernetesCluster:
         self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
     ) -> Plan:
         chosen = name or unique_name(_proper_name(job.name), self.clock.now(), LONGEST_NAME)
-        notes: list[str] = []
-        api, namespace = None, self._access.region or job.backend.kubernetes.namespace
-        try:
-            api = self._api_for(job)
-            namespace = api.namespace
-        except CloudError as error:
-            if not dry:
-                raise
-            notes.append(error.message if namespace else f"{error.message}: the namespace may be another")
+        unknown, asked = StandIns(dry), self._access.region
+        words = "" if asked else ": the namespace may be another"
+        namespace = unknown.get(lambda: self._api.namespace, asked or "default", words)
         problems = list(_not_for_kubernetes(job, chosen))
         sources = None
         if job.backend.kubernetes.code is None:
@@ -102,27 +96,27 @@ class KubernetesCluster:
                 problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))
         hidden = dict(local_secrets(job, problems))
         refuse(problems, "Kubernetes")
-        archive = None
+        notes, archive = unknown.notes, None
         if sources is not None:
             file = io.BytesIO()
             notes += packing_notes(pack(sources, file))
             archive = file.getvalue()
-        return _plan(job, chosen, api, namespace or "default", archive, hidden, notes)
+        return _plan(job, chosen, namespace, archive, hidden, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
-        api: Api
-        api, (job, *parts) = plan.payload
+        job, *parts = plan.payload
         try:
             owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": plan.name}
-            owner["uid"] = _created(api, job)["metadata"]["uid"]
+            owner["uid"] = _created(self._api, job)["metadata"]["uid"]
             for part in parts:
-                _created(api, {**part, "metadata": {**part["metadata"], "ownerReferences": [owner]}})
+                _created(self._api, {**part, "metadata": {**part["metadata"], "ownerReferences": [owner]}})
         except (SmpkitError, KeyboardInterrupt):  # its pods would wait for the rest, and keep their GPUs
             with contextlib.suppress(CloudError):
-                if _own(api, job) is not None:  # Ctrl-C may have come before the answer did
-                    api.delete("Job", plan.name)  # and what it owns
+                if _own(self._api, job) is not None:  # Ctrl-C may have come before the answer did
+                    self._api.delete("Job", plan.name)  # and what it owns
             raise
-        return {"name": plan.name, "arn": f"kubernetes:{api.namespace}/{plan.name}", "namespace": api.namespace}
+        namespace = self._api.namespace
+        return {"name": plan.name, "arn": f"kubernetes:{namespace}/{plan.name}", "namespace": namespace}
 
     def describe(self, name: str) -> JobStatus:
         job = self._job(name)
@@ -158,15 +152,13 @@ class KubernetesCluster:
         data = (self._api.read("Secret", name) or {}).get("data", {})
         hidden = {key: base64.b64decode(data[f"variable.{key}"]).decode() for key in job.secrets}
         archive = base64.b64decode(files[SOURCES]) if SOURCES in files else None
-        return _plan(job, chosen, self._api, self._api.namespace, archive, hidden, [])
+        return _plan(job, chosen, self._api.namespace, archive, hidden, [])
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
-        reached = tried(
-            "kubernetes", lambda: _version(self._api_for(job) if job else self._api), needed=job is not None
-        )
+        reached = tried("kubernetes", lambda: _version(self._api), needed=job is not None)
         if job is None or reached.state != "ok":
             return [reached]
-        return [reached, tried("job", lambda: _acceptable(self._api_for(job), job))]
+        return [reached, tried("job", lambda: _acceptable(self._api, job))]
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
         return scheduled.run_in_volume(scheduled.job_again(self._kept(name)[0], None), name, "a volume of the cluster")
@@ -195,7 +187,6 @@ class KubernetesCluster:
 def _plan(
     job: JobConfig,
     name: str,
-    api: Api | None,
     namespace: str,
     archive: bytes | None,
     hidden: Mapping[str, str],
@@ -210,7 +201,7 @@ def _plan(
         name=name,
         machines=f"{count} pod{'s' * (count != 1)}{gpus}",
         shown={"manifests": shown},
-        payload=(api, objects),
+        payload=objects,
         max_seconds=scheduled.limit_of(job),
         notes=(*_notes(job), *notes),
         script=as_yaml(*shown),
