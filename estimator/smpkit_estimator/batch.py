@@ -20,7 +20,6 @@ from smpkit.config import scheduled as names
 from smpkit.config.backend import Batch, BatchVolume
 from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
-from smpkit.config.wire import SECRETS, TOKEN_FILE
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
 from smpkit_estimator import scheduled
 from smpkit_estimator.aws import Cloud, Session, open_session, request_shape
@@ -40,6 +39,7 @@ from smpkit_estimator.backend import (
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_in_folder
+from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.sources import Packed, job_sources, pack, packing_notes
@@ -285,14 +285,13 @@ def _plan(job: JobConfig, name: str, region: str, archive: str, packed: Packed |
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
     count = job.compute.instance_count
-    files = scheduled.config_files(job, name, archive, region=region)
-    hidden: dict[str, bytes] = {}
-    if count > 1:
-        files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{place}/token")
-        hidden["token"] = secrets.token_hex(32).encode()
-    if job.secrets:
-        entries = {key: secret.model_dump(include={"entry", "key"}) for key, secret in job.secrets.items()}
-        files["hyperparameters"][SECRETS] = json.dumps(entries)
+    token_file = f"{place}/token" if count > 1 else None
+    sent = hyperparameters(
+        job, submit_directory=archive, job_name=name, region=region, launcher="torchrun", token_file=token_file,
+        secret_entries=True,
+    )  # fmt: skip
+    files = scheduled.config_files(job, sent)
+    hidden = {} if token_file is None else {"token": secrets.token_hex(32).encode()}
     contents = {f"{file}.json": content for file, content in files.items()}
     kept = {"job.json": {"job": scheduled.job_to_keep(job), "sources": archive}}
     encoded = {file: json.dumps(content, ensure_ascii=False).encode() for file, content in {**contents, **kept}.items()}

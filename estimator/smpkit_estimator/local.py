@@ -20,6 +20,7 @@ from smpkit.config.scheduled import OF_THE_LAUNCHER, STOPPED
 from smpkit.config.wire import HOMOGENEOUS
 from smpkit.errors import ConfigError, Problem
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
+from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.scheduled import config_files, result_places
 
 _HOST = "algo-1"
@@ -250,9 +251,10 @@ def platform_files(
         code: the path of the sources as the host sees it; likewise `checkpoints`.
     """
     ranks = plan.ranks // len(hosts)
+    sent = hyperparameters(plan.job, submit_directory=code, job_name=name, ranks_per_host=ranks)
     group = {"instance_group_name": HOMOGENEOUS, "instance_type": "local", "hosts": list(hosts)}
     return {
-        **config_files(plan.job, name, code, ranks_per_host=ranks, mpi=True),
+        **config_files(plan.job, sent),
         "resourceconfig": {
             "current_host": host,
             "current_instance_type": "local",

@@ -20,9 +20,8 @@ from smpkit.config import scheduled as names
 from smpkit.config.backend import Volume
 from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import JobConfig
-from smpkit.config.wire import TOKEN_FILE
 from smpkit_estimator import scheduled
-from smpkit_estimator.hyperparameters import shown_hyperparameters
+from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
 
 CONTAINER = "launcher"
 MANAGED_BY = "app.kubernetes.io/managed-by"
@@ -66,8 +65,9 @@ def manifests(
         }
 
     code = options.code or f"{_FILES}/{SOURCES}"
-    files = scheduled.config_files(job, name, code)
-    files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{_FILES}/token")
+    token_file = f"{_FILES}/token"
+    sent = hyperparameters(job, submit_directory=code, job_name=name, launcher="torchrun", token_file=token_file)
+    files = scheduled.config_files(job, sent)
     texts = {f"{file}.json": json.dumps(content, ensure_ascii=False) for file, content in files.items()}
     packed = {} if archive is None else {"binaryData": {SOURCES: base64.b64encode(archive).decode()}}
     queued = {QUEUE_LABEL: options.queue, _PRIORITY_LABEL: options.priority_class} if options.queue else {}

@@ -19,7 +19,6 @@ from smpkit.config.backend import Slurm
 from smpkit.config.confidential import HIDDEN, hide_in_line, masked
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
-from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import CloudError, Problem, UnreachableError
 from smpkit.modules import module_command
 from smpkit_estimator import scheduled
@@ -40,6 +39,7 @@ from smpkit_estimator.backend import (
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_in_folder
+from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.local import local_inputs, local_secrets
 from smpkit_estimator.scheduled import limit_of
 from smpkit_estimator.slurm.folder import (
@@ -212,8 +212,10 @@ def _plan(
         interface=options.interface,
     )
     variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_LOG_TIMES": "1"}
-    files = scheduled.config_files(job, name, str(run / "code"))
-    files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
+    sent = hyperparameters(
+        job, submit_directory=str(run / "code"), job_name=name, launcher="torchrun", token_file=str(run / "token")
+    )
+    files = scheduled.config_files(job, sent)
     shown = {
         "script": "\n".join(map(hide_in_line, script.split("\n"))),
         "folder": str(run),
