@@ -235,6 +235,18 @@ def preparing() -> Iterator[None]:
         raise NotStartedInterrupt from None
 
 
+@contextlib.contextmanager
+def undone_if_refused(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if a job is refused, so that nothing of it is left."""
+    try:
+        yield
+    except UnreachableError:
+        raise  # it may have been started, and needs what was made for it
+    except CloudError:
+        undo()
+        raise
+
+
 @dataclass
 class StandIns:
     """What a dry run shows in place of what it cannot find out, with a note about each; other runs fail there."""

@@ -36,6 +36,7 @@ from smpkit_estimator.backend import (
     preparing,
     refuse,
     tried,
+    undone_if_refused,
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_in_folder
@@ -121,13 +122,8 @@ class AwsBatch:
                 self.cloud.upload_sources(sent.packed, sent.archive, key)
             for file, content in sent.files.items():
                 self.cloud.upload(io.BytesIO(content), f"{sent.place}/{file}", key)
-        try:
+        with undone_if_refused(lambda: self.cloud.discard(*(f"{sent.place}/{file}" for file in sent.files))):
             answer = self._start(plan.name, queue, sent, began)
-        except UnreachableError:
-            raise
-        except CloudError:
-            self.cloud.discard(*(f"{sent.place}/{file}" for file in sent.files))  # no job reads them
-            raise
         own = {"name": plan.name, "arn": answer["jobArn"], "id": answer["jobId"]}
         return {**own, "region": self.cloud.region, "source": sent.archive}
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import HOMOGENEOUS, MAX_UNPACKED_BYTES, TOKEN_NAME
-from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UsageError
+from smpkit.errors import CloudError, ConfigError, JobError, Problem, UsageError
 from smpkit_estimator.aws import (
     Cloud,
     CloudProblem,
@@ -42,6 +42,7 @@ from smpkit_estimator.backend import (
     refuse,
     run_below,
     tried,
+    undone_if_refused,
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_checkpoint
@@ -133,14 +134,8 @@ class SageMaker:
             if sent.token is not None:
                 # Drawn here and never kept: not in the plan that is shown, nor on this machine.
                 self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
-        try:
+        with undone_if_refused(lambda: self.cloud.discard(*filter(None, [sent.token]))):
             arn = self._start(sent.body)
-        except UnreachableError:
-            raise
-        except CloudError:
-            if sent.token is not None:  # no job reads it
-                self.cloud.discard(sent.token)
-            raise
         return {"name": plan.name, "arn": arn, "region": self.cloud.region, "source": sent.source}
 
     def _start(self, body: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ from smpkit_estimator.backend import (
     refuse,
     run_below,
     tried,
+    undone_if_refused,
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_in_folder
@@ -95,13 +96,8 @@ class SlurmCluster:
         run: Run = plan.payload
         with preparing():
             make_run(run, self.clock.now())
-        try:
+        with undone_if_refused(lambda: unmake_run(run.folder)):
             number = self._sent(run.folder)
-        except UnreachableError:
-            raise  # it may have been started, and needs its folder
-        except CloudError:
-            unmake_run(run.folder)
-            raise
         write_json(run.folder / "slurm.json", {"id": number})
         return {"name": plan.name, "arn": f"slurm:{run.cluster}/{number}", "id": number, "folder": str(run.folder)}
 
