@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -138,20 +139,12 @@ class Query:
     """Created so long ago at most."""
     limit: int = 20
 
-    def of(self, jobs: Iterator[JobStatus], now: datetime) -> Iterator[JobStatus]:
+    def of(self, jobs: Iterable[JobStatus], now: datetime) -> Iterator[JobStatus]:
         """Yield the wanted ones of `jobs`, which come newest first."""
-        count = 0
-        for job in jobs:
-            if self.since is not None and job.created < now - self.since:
-                return
-            if self.name is not None and self.name not in job.name:
-                continue
-            if self.status is not None and job.status.lower() != self.status.lower():
-                continue
-            yield job
-            count += 1
-            if count == self.limit:
-                return
+        new = itertools.takewhile(lambda job: self.since is None or job.created >= now - self.since, jobs)
+        named = (job for job in new if (self.name or "") in job.name)
+        wanted = (job for job in named if self.status is None or job.status.lower() == self.status.lower())
+        return itertools.islice(wanted, self.limit)
 
 
 @dataclass(frozen=True)
@@ -174,9 +167,7 @@ class Plan:
 
     def text(self) -> str:
         """What will be sent, for people, with a line end."""
-        if self.script is not None:
-            return self.script
-        return as_yaml(dict(self.shown))
+        return as_yaml(dict(self.shown)) if self.script is None else self.script
 
 
 @dataclass(frozen=True)

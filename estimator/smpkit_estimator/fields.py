@@ -6,6 +6,8 @@ name that the user wrote.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -268,7 +270,8 @@ def place_of(path: KeyPath, body: Mapping[str, Any]) -> KeyPath:
         theirs = tuple(field.request.split(".")) if field.request is not None else ("",)
         if path[: len(theirs)] == theirs:
             below = path[len(theirs) :]
-            return (*field.job.split("."), *_below(field.job, below, _at(body, theirs) if below else None))
+            entries = functools.reduce(operator.getitem, theirs, body) if below else None
+            return (*field.job.split("."), *_below(field.job, below, entries))
     return path
 
 
@@ -283,12 +286,6 @@ def _below(key: str, path: KeyPath, entries: Any) -> KeyPath:
             if rest[: theirs.count(".") + 1] == tuple(theirs.split(".")):
                 rest = (*ours.split("."), *rest[theirs.count(".") + 1 :])
     return (name, *rest)
-
-
-def _at(body: Any, path: KeyPath) -> Any:
-    for part in path:
-        body = body[part]
-    return body
 
 
 def hint_for(place: KeyPath) -> str | None:

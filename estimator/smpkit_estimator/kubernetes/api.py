@@ -5,6 +5,7 @@ Nothing else imports the client, which the extra `smpkit[kubernetes]` brings.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -27,6 +28,8 @@ _PATHS: Mapping[str, str] = {
     "Secret": "/api/v1/namespaces/{}/secrets",
     "Service": "/api/v1/namespaces/{}/services",
 }
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""What a pod is told of itself."""
 
 
 class Api:
@@ -134,8 +137,11 @@ def connect(context: str | None, namespace: str | None) -> Api:
     try:
         contexts, active = config.list_kube_config_contexts(file)
     except config.ConfigException as error:
-        if context is None and _in_cluster(options):
-            return Api(client.ApiClient(options), namespace or _own_namespace())
+        if context is None:
+            with contextlib.suppress(config.ConfigException):
+                config.load_incluster_config(client_configuration=options)
+                own = _OWN_NAMESPACE.read_text(encoding="utf-8").strip() if _OWN_NAMESPACE.is_file() else "default"
+                return Api(client.ApiClient(options), namespace or own)
         hint = "KUBECONFIG names the file; your cluster's provider has a command that writes it"
         raise CloudError(f"{doing}: {str(error).rstrip('.').lower()}", hint=hint) from None
     names = [entry["name"] for entry in contexts]
@@ -148,21 +154,6 @@ def connect(context: str | None, namespace: str | None) -> Api:
     except config.ConfigException as error:
         raise CloudError(f"{doing}: {error}", hint="look at the kubeconfig with `kubectl config view`") from None
     return Api(client.ApiClient(options), namespace or chosen["context"].get("namespace") or "default")
-
-
-def _in_cluster(options: Any) -> bool:
-    from kubernetes import config
-
-    try:
-        config.load_incluster_config(client_configuration=options)
-    except config.ConfigException:
-        return False
-    return True
-
-
-def _own_namespace() -> str:
-    file = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else "default"
 
 
 def _refusal(error: Any, doing: str, api: Api) -> SmpkitError:

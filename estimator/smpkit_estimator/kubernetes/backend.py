@@ -142,7 +142,7 @@ class KubernetesCluster:
     def list(self, query: Query) -> Iterator[JobStatus]:
         now = self.clock.now()
         jobs = [status_of(job, [], now) for job in self._api.list("Job", f"{MANAGED_BY}=smpkit")]
-        yield from query.of(iter(sorted(jobs, key=lambda job: job.created, reverse=True)), now)
+        yield from query.of(sorted(jobs, key=lambda job: job.created, reverse=True), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
         kept, files = self._kept(name)

@@ -143,7 +143,7 @@ class SlurmCluster:
         job = scheduled.job_again(kept, changes, machine="backend.slurm.partition")
         checkpoints = Checkpoints(uri=str((old / "checkpoints").resolve()))
         job = job.model_copy(update={"checkpoints": checkpoints})
-        variables = read_json(old / "variables.json") or {}
+        variables = read_json(old / "variables.json")
         hidden = {key: variables[key] for key in job.secrets if key in variables}
         chosen = new_name or unique_name(base_name(name), self.clock.now())
         return _plan(job, chosen, controller_settings(), hidden, code=old / "code")
