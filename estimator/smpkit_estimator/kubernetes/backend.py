@@ -42,6 +42,7 @@ from smpkit_estimator.kubernetes.manifests import (
     QUEUE_LABEL,
     SOURCES,
     SUBMISSION,
+    VARIABLE,
     manifests,
     shown_manifest,
 )
@@ -145,13 +146,16 @@ class KubernetesCluster:
         yield from query.of(sorted(jobs, key=lambda job: job.created, reverse=True), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
-        kept, files = self._kept(name)
+        sent = self._sent("ConfigMap", name)
+        kept = json.loads(sent["data"]["job.json"])
         job = scheduled.job_again(kept, changes, machine="backend.kubernetes.node_selector")
         chosen = new_name or unique_name(base_name(name), self.clock.now(), LONGEST_NAME)
         refuse(_not_for_kubernetes(job, chosen), "Kubernetes")
-        data = (self._api.read("Secret", name) or {}).get("data", {})
-        hidden = {key: base64.b64decode(data[f"variable.{key}"]).decode() for key in job.secrets}
-        archive = base64.b64decode(files[SOURCES]) if SOURCES in files else None
+        # Not everybody may read Secrets: of a job without secrets none is asked for.
+        data = self._sent("Secret", name)["data"] if job.secrets else {}
+        hidden = {key: base64.b64decode(data[f"{VARIABLE}{key}"]).decode() for key in job.secrets}
+        sources = sent.get("binaryData", {}).get(SOURCES)
+        archive = base64.b64decode(sources) if sources is not None else None
         return _plan(job, chosen, self._api.namespace, archive, hidden, [])
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
@@ -161,7 +165,8 @@ class KubernetesCluster:
         return [reached, tried("job", lambda: _acceptable(self._api, job))]
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
-        return scheduled.run_in_volume(scheduled.job_again(self._kept(name)[0], None), name, "a volume of the cluster")
+        kept = json.loads(self._sent("ConfigMap", name)["data"]["job.json"])
+        return scheduled.run_in_volume(scheduled.job_again(kept, None), name, "a volume of the cluster")
 
     def latest_checkpoint(self, place: str) -> str | None:
         return newest_in_folder(place, "a volume of the cluster")
@@ -174,14 +179,14 @@ class KubernetesCluster:
             raise UsageError(message, hint="`smpkit jobs` lists them; `--region` names another namespace")
         return job
 
-    def _kept(self, name: str) -> tuple[Any, Mapping[str, str]]:
-        """Return the job file that was sent beside the job, and the sources in base64."""
+    def _sent(self, kind: str, name: str) -> Object:
+        """Return an object that was sent with a job."""
         self._job(name)
-        sent = self._api.read("ConfigMap", name)
+        sent = self._api.read(kind, name)
         if sent is None:
             hint = f"`kubectl delete job {name}` forgets it"
-            raise CloudError(f"the ConfigMap `{name}` of the job is gone", hint=hint)
-        return json.loads(sent["data"]["job.json"]), sent.get("binaryData", {})
+            raise CloudError(f"the {kind} `{name}` of the job is gone", hint=hint)
+        return sent
 
 
 def _plan(

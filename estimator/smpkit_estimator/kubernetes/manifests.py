@@ -32,6 +32,8 @@ PLACES = "smpkit/places"
 SUBMISSION = "smpkit/submission"
 """Annotation of the Job that no other submission has."""
 SOURCES = "sourcedir.tar.gz"
+VARIABLE = "variable."
+"""Before the name of a secret variable in the Secret."""
 LONGEST_NAME = 57
 """So that `NAME-99999`, the host name of a pod, has at most 63 characters."""
 
@@ -39,8 +41,6 @@ _PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 _BASE = "/opt/ml"
 _FILES = "/etc/smpkit"
 _MESSAGE = "/dev/termination-log"
-_VARIABLE = "variable."
-"""Before the name of a secret variable in the Secret."""
 _MARGIN_SECONDS = 10
 """Between the end of the launcher's grace and SIGKILL."""
 
@@ -90,7 +90,7 @@ def manifests(
         {
             **shell("Secret"),
             "type": "Opaque",
-            "stringData": {"token": token, **{f"{_VARIABLE}{key}": value for key, value in secrets.items()}},
+            "stringData": {"token": token, **{f"{VARIABLE}{key}": value for key, value in secrets.items()}},
         },
         {
             **shell("Service"),
@@ -200,7 +200,7 @@ def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: It
     # Kubernetes expands `$(NAME)`, and takes `$$` for a dollar sign.
     plain = [{"name": key, "value": value.replace("$", "$$")} for key, value in variables.items()]
     hidden = [
-        {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": f"{_VARIABLE}{key}"}}} for key in secrets
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": f"{VARIABLE}{key}"}}} for key in secrets
     ]
     gpus = {options.gpu_resource: str(options.gpus)} if options.gpus else {}
     amounts = {"cpu": options.cpus, "memory": options.memory, **gpus, **options.resources}
