@@ -337,36 +337,34 @@ def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequ
         *("--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"),
         *around,
     ]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in _sbatch_options(job, run)),
-            "",
-            f"run={shlex.quote(str(run))}",
-            "began=$(date +%s)",
-            'trap \'echo "$? ${SLURM_RESTART_COUNT:-0} $began $(date +%s)" > "$run/ended"\' EXIT',
-            '[ ! -e "$run/stopped" ] || exit 0',
-            *options.setup,
-            'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")',
-            "address=$(scontrol --oneliner show node \"${hosts%% *}\" | grep -o ' NodeAddr=[^ ]*')",
-            f'export {names.HOSTS}="$hosts" {names.FIRST_HOST}="${{address#*=}}"',
-            f'export {names.VARIABLES}="$run/variables.json"',
-            # Below those that systems give to outgoing connections; jobs that share a node do not meet at one port.
-            f"export {names.PORT}=$((12000 + 2 * (SLURM_JOB_ID % 10000)))",
-            'attempt="$run/logs/${SLURM_RESTART_COUNT:-0}"',
-            'echo "$hosts" > "$attempt.hosts"',
-            f'{shlex.join(srun)} --output="$attempt-%n.log" {shlex.join(command)}',  # `%n` is the number of the node
-            "code=$?",
-            # SIGTERM ended it: the job was preempted with a time of grace, or somebody stopped it. After the request to
-            # queue it again, Slurm ends this script, which must not end before with a code of its own.
-            f'if [ "$code" = {names.STOPPED} ]; then',
-            '  [ ! -e "$run/stopped" ] || exit 0',
-            *(['  scontrol requeue "$SLURM_JOB_ID" && sleep 60'] if options.requeue else []),
-            "fi",
-            'exit "$code"',
-            "",
-        ]
-    )
+    sbatch = "\n".join(f"#SBATCH {option}" for option in _sbatch_options(job, run))
+    setup = "".join(f"{line}\n" for line in options.setup)
+    requeue = '  scontrol requeue "$SLURM_JOB_ID" && sleep 60\n' if options.requeue else ""
+    return f"""\
+#!/bin/bash
+{sbatch}
+
+run={shlex.quote(str(run))}
+began=$(date +%s)
+trap 'echo "$? ${{SLURM_RESTART_COUNT:-0}} $began $(date +%s)" > "$run/ended"' EXIT
+[ ! -e "$run/stopped" ] || exit 0
+{setup}hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")
+address=$(scontrol --oneliner show node "${{hosts%% *}}" | grep -o ' NodeAddr=[^ ]*')
+export {names.HOSTS}="$hosts" {names.FIRST_HOST}="${{address#*=}}" {names.VARIABLES}="$run/variables.json"
+# Below the ports of outgoing connections; jobs that share a node do not meet at one port.
+export {names.PORT}=$((12000 + 2 * (SLURM_JOB_ID % 10000)))
+attempt="$run/logs/${{SLURM_RESTART_COUNT:-0}}"
+echo "$hosts" > "$attempt.hosts"
+# %n is the number of the node.
+{shlex.join(srun)} --output="$attempt-%n.log" {shlex.join(command)}
+code=$?
+# SIGTERM ended it: the job was preempted with a time of grace, or somebody stopped it. After the request to queue it
+# again, Slurm ends this script, which must not end before with a code of its own.
+if [ "$code" = {names.STOPPED} ]; then
+  [ ! -e "$run/stopped" ] || exit 0
+{requeue}fi
+exit "$code"
+"""
 
 
 def _cpus(job: JobConfig) -> int | None:
