@@ -286,16 +286,14 @@ def _plan(job: JobConfig, name: str, region: str, archive: str, packed: Packed |
         job, submit_directory=archive, job_name=name, region=region, launcher="torchrun", token_file=token_file,
         secret_entries=True,
     )  # fmt: skip
-    files = scheduled.config_files(job, sent)
+    files = scheduled.config_files(job, sent) | {"job": {"job": scheduled.job_to_keep(job), "sources": archive}}
+    contents = {f"{file}.json": json.dumps(content, ensure_ascii=False).encode() for file, content in files.items()}
     hidden = {} if token_file is None else {"token": secrets.token_hex(32).encode()}
-    contents = {f"{file}.json": content for file, content in files.items()}
-    kept = {"job.json": {"job": scheduled.job_to_keep(job), "sources": archive}}
-    encoded = {file: json.dumps(content, ensure_ascii=False).encode() for file, content in {**contents, **kept}.items()}
     shown = {
         "RegisterJobDefinition": _shown_definition(requests["RegisterJobDefinition"]),
         "SubmitJob": requests["SubmitJob"],
         **{f"{place}/{file}.json": content for file, content in scheduled.shown_files(files).items()},
-        f"{place}/job.json": masked("", kept["job.json"]),
+        f"{place}/job.json": masked("", files["job"]),
     }
     options = job.backend.batch
     kind = f" of {options.instance_type}" if options.instance_type else ""
@@ -303,7 +301,7 @@ def _plan(job: JobConfig, name: str, region: str, archive: str, packed: Packed |
         name=name,
         machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
         shown=shown,
-        payload=_Sent(job, place, {**encoded, **hidden}, archive, packed, *requests.values()),
+        payload=_Sent(job, place, {**contents, **hidden}, archive, packed, *requests.values()),
         max_seconds=scheduled.limit_of(job),
         notes=tuple(notes),
     )

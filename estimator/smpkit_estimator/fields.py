@@ -50,11 +50,10 @@ def _mapping(key: str, item: str) -> Callable[[Any], Any]:
 
 
 def _path(value: Any) -> Any:
+    """Make text of a path, or of each of several."""
+    if isinstance(value, (list, tuple)):
+        return [_path(item) for item in value]
     return str(value) if isinstance(value, PurePath) else value
-
-
-def _each(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: [read(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _json(value: Any) -> Any:
@@ -88,7 +87,7 @@ FIELDS = (
     Field("name",                  "base_job_name",                  "TrainingJobName", _later),
     Field("entry_point",           "entry_point",                    read=_path),
     Field("source_dir",            "source_dir",                     read=_path),
-    Field("dependencies",          "dependencies",                   read=_each(_path)),
+    Field("dependencies",          "dependencies",                   read=_path),
     Field("distribution",          "distribution"),
     Field("secrets",               "secrets"),
     Field("code_location",         "code_location"),

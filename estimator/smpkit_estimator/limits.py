@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from smpkit.config.section import KeyPath
@@ -91,7 +90,6 @@ def _number(path: KeyPath, value: int, shape: Any) -> Iterator[_Violation]:
         yield path, f"is {value}, SageMaker takes {least} to {high if high is not None else largest}", None
 
 
-@cache
 def _python_pattern(pattern: str) -> str:
     """Rewrite Java's classes, which the service model has in a few patterns, for Python's `re`."""
     classes = {r"\p{L}": r"\w", r"\p{N}": r"\w", r"\p{Z}": r" \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"}

@@ -19,7 +19,7 @@ from smpkit.config.section import KeyPath, validated
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
 from smpkit_estimator.hyperparameters import shown_hyperparameters
-from smpkit_estimator.status import FINAL, JobStatus, Phase
+from smpkit_estimator.status import JobStatus, Phase
 
 _OF_AWS = ("role", "network", "encryption", "experiment", "tags", "metrics", "code_location", "input_mode")
 """Settings of the job file that mean nothing elsewhere."""
@@ -223,15 +223,9 @@ def status_with_phases(
         phases.append(Phase(now, (not ended and status.message) or working, started, ended))
         if ended:
             phases.append(Phase(status.phase, status.message, ended, ended))
-    seconds: int | None = None
-    before = 0
-    if status.status in FINAL:
-        seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
-        before = round(sum(attempt.seconds(status.seen) for attempt in interrupted))
-    return replace(
-        status,
-        message=phases[-1].message,
-        phases=tuple(phases),
-        training_seconds=seconds,
-        billable_seconds=None if seconds is None else seconds + before,
-    )
+    status = replace(status, message=phases[-1].message, phases=tuple(phases))
+    if not status.over:
+        return status
+    seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
+    before = round(sum(attempt.seconds(status.seen) for attempt in interrupted))
+    return replace(status, training_seconds=seconds, billable_seconds=seconds + before)
