@@ -49,14 +49,11 @@ class Backend(Protocol):
     def title(self) -> str:
         """What it is called, with the place where jobs are: "SageMaker in eu-west-1"."""
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
         """Decide everything about a job; relative paths start at `folder`.
 
         Args:
             dry: it will only be shown, so placeholders may stand for what cannot be found out.
-            script_only: pack the entry point and the dependencies alone.
 
         Raises:
             ConfigError: the job cannot be sent as it is; lists all problems.

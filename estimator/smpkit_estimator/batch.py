@@ -95,12 +95,10 @@ class AwsBatch:
     def title(self) -> str:
         return f"AWS Batch in {self.cloud.region}"
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
         chosen = name or unique_name(job.name, self.clock.now())
         problems = list(_not_for_batch(job, chosen))
-        sources = job_sources(job, folder, problems, script_only=script_only)
+        sources = job_sources(job, folder, problems)
         refuse(problems, "AWS Batch")
         archive, packed, notes = job.source_dir, None, list(_notes(job))
         if sources is not None:

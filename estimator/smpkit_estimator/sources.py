@@ -93,7 +93,7 @@ class Packed:
     """Size of the uncompressed archive."""
 
 
-def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool) -> Sources | None:
+def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool = False) -> Sources | None:
     """Return what a job packs; None if its sources are in S3 already, or if there are `problems`, which are added.
 
     Args:

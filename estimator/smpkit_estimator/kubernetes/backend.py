@@ -81,9 +81,7 @@ class KubernetesCluster:
         except SmpkitError:
             return "Kubernetes in no cluster"
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
         chosen = name or unique_name(_proper_name(job.name), self.clock.now(), LONGEST_NAME)
         unknown, asked = StandIns(dry), self._access.region
         words = "" if asked else ": the namespace may be another"
@@ -91,7 +89,7 @@ class KubernetesCluster:
         problems = list(_not_for_kubernetes(job, chosen))
         sources = None
         if job.backend.kubernetes.code is None:
-            sources = job_sources(job, folder, problems, script_only=script_only)
+            sources = job_sources(job, folder, problems)
             if sources is None and "://" in job.source_dir:
                 hint = "name a local folder, or set `backend.kubernetes.code`"
                 problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))

@@ -79,13 +79,11 @@ class SlurmCluster:
         except CloudError:
             return "Slurm, which does not answer"
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
         unknown = StandIns(dry)
         settings: Mapping[str, str] = unknown.get(controller_settings, {}, ": `KillWait` is taken as 30 s")
         problems: list[Problem] = []
-        sources = job_sources(job, folder, problems, script_only=script_only)
+        sources = job_sources(job, folder, problems)
         inputs = dict(local_inputs(job, folder, problems))
         hidden = dict(local_secrets(job, problems))
         absolute = _with_absolute_places(job, folder, inputs)
