@@ -33,8 +33,9 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit.units import amount
 from smpkit_estimator.backend import Finding
-from smpkit_estimator.sources import SMALLER, Packed, gib, pack
+from smpkit_estimator.sources import SMALLER, Packed, pack
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
 """What boto3 raises."""
@@ -180,7 +181,7 @@ class Cloud:
                 raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
             size = file.tell()
             if size > _MAX_OBJECT_BYTES:
-                message = f"is packed into {gib(size)}, and S3 takes at most {gib(_MAX_OBJECT_BYTES)} at once"
+                message = f"is packed into {amount(size)}, and S3 takes at most {amount(_MAX_OBJECT_BYTES)} at once"
                 raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject="sources")
             self.upload(file, uri, kms_key)
 

@@ -21,6 +21,7 @@ from smpkit.config.backend import Batch, BatchVolume
 from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
+from smpkit.units import things
 from smpkit_estimator import scheduled
 from smpkit_estimator.aws import Cloud, Session, open_session, request_shape
 from smpkit_estimator.backend import (
@@ -297,7 +298,7 @@ def _plan(job: JobConfig, name: str, region: str, archive: str, packed: Packed |
     kind = f" of {options.instance_type}" if options.instance_type else ""
     return Plan(
         name=name,
-        machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
+        machines=f"{things(count, 'node')}{kind} of the queue {options.queue}",
         shown=shown,
         payload=_Sent(job, place, {**contents, **hidden}, archive, packed, *requests.values()),
         max_seconds=scheduled.limit_of(job),

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import HOMOGENEOUS, MAX_UNPACKED_BYTES, TOKEN_NAME
 from smpkit.errors import CloudError, ConfigError, JobError, Problem, UsageError
+from smpkit.units import amount
 from smpkit_estimator.aws import (
     Cloud,
     CloudProblem,
@@ -54,7 +55,7 @@ from smpkit_estimator.request import (
     over_limits,
     resumed_request,
 )
-from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
+from smpkit_estimator.sources import SMALLER, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobStatus, Machines, Phase, read_reason
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -98,7 +99,7 @@ class SageMaker:
         refuse(problems, "SageMaker")
         packed = pack(sources) if sources is not None else None
         if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
-            message = f"has {gib(packed.num_bytes)} of files, and a job takes at most {gib(MAX_UNPACKED_BYTES)}"
+            message = f"has {amount(packed.num_bytes)} of files, and a job takes at most {amount(MAX_UNPACKED_BYTES)}"
             refuse([Problem(("source_dir",), message, SMALLER)], "SageMaker")
         unknown = StandIns(dry)
         region, role, output = self._whereabouts(job, unknown)

@@ -25,6 +25,7 @@ from pathspec import GitIgnoreSpec
 from smpkit.config.job import JobConfig
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem
+from smpkit.units import amount
 
 IGNORE_FILES = (".gitignore", ".smpkitignore")
 """Files with patterns in git's syntax, at the root of the sources; the second may bring back what the first hides."""
@@ -133,13 +134,8 @@ def packing_notes(packed: Packed) -> Iterator[str]:
     if sources.unread:
         yield f"not read, as only ignore files at the root count: {_some(sources.unread)}"
     if packed.num_bytes > _LARGE_BYTES:
-        size = f"{packed.num_bytes / 2**20:,.0f} MiB in {len(sources.entries):,} files"
+        size = f"{amount(packed.num_bytes)} in {len(sources.entries):,} files"
         yield f"the sources have {size}; name what the job does not need in .smpkitignore"
-
-
-def gib(num_bytes: int) -> str:
-    """Return a size as people say it."""
-    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit.units import things
 from smpkit_estimator import scheduled
 from smpkit_estimator.backend import (
     Access,
@@ -195,14 +196,13 @@ def _plan(
     hidden: Mapping[str, str],
     notes: Sequence[str],
 ) -> Plan:
-    options, count = job.backend.kubernetes, job.compute.instance_count
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
     shown = [shown_manifest(manifest) for manifest in objects]
-    gpus = f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
+    gpus = job.backend.kubernetes.gpus
     return Plan(
         name=name,
-        machines=f"{count} pod{'s' * (count != 1)}{gpus}",
+        machines=things(job.compute.instance_count, "pod") + (f" of {things(gpus, 'GPU')}" if gpus else ""),
         shown={"manifests": shown},
         payload=objects,
         max_seconds=scheduled.limit_of(job),

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.errors import CloudError, Problem, UnreachableError
 from smpkit.modules import module_command
+from smpkit.units import things
 from smpkit_estimator import scheduled
 from smpkit_estimator.backend import (
     Access,
@@ -182,7 +184,7 @@ def _plan(
         hidden: the variables that are secrets.
         code: the sources of a run that this one goes on from; `sources` are packed otherwise.
     """
-    options, count = job.backend.slurm, job.compute.instance_count
+    options = job.backend.slurm
     problems = [*_not_for_slurm(job, name), *problems]
     runtime = _container_runtime(options, job.image, problems)
     refuse(problems, "Slurm")
@@ -210,25 +212,22 @@ def _plan(
         job, submit_directory=str(run / "code"), job_name=name, launcher="torchrun", token_file=str(run / "token")
     )
     files = scheduled.config_files(job, sent)
+    shown_script = "\n".join(map(hide_in_line, script.split("\n")))
     shown = {
-        "script": "\n".join(map(hide_in_line, script.split("\n"))),
-        "folder": str(run),
         **scheduled.shown_files(files),
+        "variables": {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)},
     }
-    shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
-    lines = [shown["script"]]
-    for file in ("hyperparameters", "inputdataconfig", "variables"):
-        text = json.dumps(shown[file], indent=2, ensure_ascii=False)
-        lines += [f"# {file}.json", *(f"# {line}" for line in text.splitlines()), ""]
+    texts = {file: json.dumps(content, indent=2, ensure_ascii=False) for file, content in shown.items()}
+    comments = [f"# {file}.json\n{textwrap.indent(text, '# ')}\n" for file, text in texts.items()]
     cluster = settings.get("ClusterName", "")
     return Plan(
         name=name,
-        machines=f"{count} node{'s' * (count != 1)}{f' of {options.partition}' if options.partition else ''}",
-        shown=shown,
+        machines=things(job.compute.instance_count, "node") + (f" of {options.partition}" if options.partition else ""),
+        shown={"script": shown_script, "folder": str(run), **shown},
         payload=Run(run, script, job, files, {**variables, **hidden}, inputs, cluster, sources, code),
         max_seconds=None if options.time else scheduled.limit_of(job),
         notes=(*notes, *_notes(job, settings)),
-        script="\n".join(lines),
+        script="\n".join([shown_script, *comments]),
     )
 
 
