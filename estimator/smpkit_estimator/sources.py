@@ -94,13 +94,23 @@ class Packed:
     """Size of the uncompressed archive."""
 
 
-def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool = False) -> Sources | None:
+def job_sources(
+    job: JobConfig,
+    folder: Path,
+    problems: list[Problem],
+    *,
+    script_only: bool = False,
+    instead_of_s3: str | None = None,
+) -> Sources | None:
     """Return what a job packs; None if its sources are in S3 already, or if there are `problems`, which are added.
 
     Args:
         script_only: pack the entry point and the dependencies alone, as SDK v2 does without a `source_dir`.
+        instead_of_s3: what to do where hosts do not read sources in S3.
     """
     if "://" in job.source_dir:
+        if instead_of_s3 is not None:
+            problems.append(Problem(("source_dir",), "is in S3, which the hosts do not read", instead_of_s3))
         if not job.source_dir.endswith(".tar.gz"):
             problems.append(Problem(("source_dir",), "must be a `.tar.gz` in S3", "or name a local folder"))
         if job.dependencies:

@@ -272,6 +272,8 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
         assert words in refused
     user.write("", kubernetes={"volumes": [{"mount": "/opt/ml", "claim": "a", "nfs": "server:/a"}]})
     assert "has claim and nfs" in user.run("submit", "job.yaml", code=2).stderr
+    user.write("", source_dir="s3://bucket/code.tar.gz")
+    assert "source_dir: is in S3, which the hosts do not read" in user.run("submit", "job.yaml", code=2).stderr
     user.write("", kubernetes={"workload": "jobset"})
     refused = user.run("submit", "job.yaml", code=2).stderr
     assert "backend.kubernetes.workload: is always an Indexed Job" in refused

@@ -90,10 +90,8 @@ class KubernetesCluster:
         problems = list(_not_for_kubernetes(job, chosen))
         sources = None
         if job.backend.kubernetes.code is None:
-            sources = job_sources(job, folder, problems)
-            if sources is None and "://" in job.source_dir:
-                hint = "name a local folder, or set `backend.kubernetes.code`"
-                problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))
+            hint = "name a local folder, or set `backend.kubernetes.code`"
+            sources = job_sources(job, folder, problems, instead_of_s3=hint)
         hidden = dict(local_secrets(job, problems))
         refuse(problems, "Kubernetes")
         notes, archive = unknown.notes, None

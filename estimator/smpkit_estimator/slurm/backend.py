@@ -85,7 +85,7 @@ class SlurmCluster:
         unknown = StandIns(dry)
         settings: Mapping[str, str] = unknown.get(controller_settings, {}, ": `KillWait` is taken as 30 s")
         problems: list[Problem] = []
-        sources = job_sources(job, folder, problems)
+        sources = job_sources(job, folder, problems, instead_of_s3="name a local folder")
         inputs = dict(local_inputs(job, folder, problems))
         hidden = dict(local_secrets(job, problems))
         absolute = _with_absolute_places(job, folder, inputs)
