@@ -214,16 +214,7 @@ class SageMaker:
             filters["CreationTimeAfter"] = self.clock.now() - query.since
         key = "TrainingJobSummaries"
         jobs = self.cloud.pages("sagemaker", "list_training_jobs", key, "cannot list jobs", **filters)
-        for job in itertools.islice(jobs, query.limit):
-            yield JobStatus(
-                name=job["TrainingJobName"],
-                arn=job["TrainingJobArn"],
-                status=job["TrainingJobStatus"],
-                phase=job.get("SecondaryStatus") or job["TrainingJobStatus"],
-                created=job["CreationTime"],
-                ended=job.get("TrainingEndTime"),
-                seen=self.clock.now(),
-            )
+        yield from (status_of(job, self.clock.now()) for job in itertools.islice(jobs, query.limit))
 
     def latest_checkpoint(self, place: str) -> str | None:
         folder = f"{place.rstrip('/')}/"
@@ -307,7 +298,7 @@ def _tries_before(error: Any) -> int:
 
 
 def status_of(answer: Mapping[str, Any], now: datetime) -> JobStatus:
-    """Return the state of a job that `DescribeTrainingJob` describes."""
+    """Return the state of a job that `DescribeTrainingJob` describes, or `ListTrainingJobs` sums up."""
     phases = tuple(
         Phase(item["Status"], item.get("StatusMessage", ""), item["StartTime"], item.get("EndTime"))
         for item in answer.get("SecondaryStatusTransitions", ())
