@@ -161,16 +161,13 @@ def _refusal(error: Any, doing: str, api: Api) -> SmpkitError:
         message = str(json.loads(error.body)["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{error.status} {error.reason}"
-    words = " ".join(message.split())
-    if error.status == 401:
-        hint = "log in again as your cluster's provider says; `kubectl get pods` then works, too"
-        return CloudError(f"{doing}: the cluster does not know these credentials", hint=hint)
-    if error.status == 403:
-        return CloudError(f"{doing}: {words}", hint=f"a Role in the namespace `{api.namespace}` must allow it")
-    if error.status == 404:
-        return _MissingError(f"{doing}: {words}")
-    if error.status == 409:
-        return CloudError(f"{doing}: {words}", hint="`--name` gives another name")
+    words = "the cluster does not know these credentials" if error.status == 401 else " ".join(message.split())
     if error.status in (429, 500, 502, 503, 504):
         return UnreachableError(f"{doing}: {words}", hint="try again in a minute")
-    return CloudError(f"{doing}: {words}")
+    hints = {
+        401: "log in again as your cluster's provider says; `kubectl get pods` then works, too",
+        403: f"a Role in the namespace `{api.namespace}` must allow it",
+        409: "`--name` gives another name",
+    }
+    kind = _MissingError if error.status == 404 else CloudError
+    return kind(f"{doing}: {words}", hint=hints.get(error.status))
