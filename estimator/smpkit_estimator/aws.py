@@ -9,8 +9,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cache, cached_property
 from typing import Any, BinaryIO
@@ -34,8 +33,9 @@ from botocore.parsers import ResponseParserError
 
 import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit.units import amount
 from smpkit_estimator.backend import Finding
-from smpkit_estimator.sources import SMALLER, Packed, gib, pack
+from smpkit_estimator.sources import SMALLER, Packed, pack
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
 """What boto3 raises."""
@@ -181,7 +181,7 @@ class Cloud:
                 raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
             size = file.tell()
             if size > _MAX_OBJECT_BYTES:
-                message = f"is packed into {gib(size)}, and S3 takes at most {gib(_MAX_OBJECT_BYTES)} at once"
+                message = f"is packed into {amount(size)}, and S3 takes at most {amount(_MAX_OBJECT_BYTES)} at once"
                 raise ConfigError([Problem(("source_dir",), message, SMALLER)], subject="sources")
             self.upload(file, uri, kms_key)
 
@@ -215,23 +215,6 @@ class Cloud:
             self.client("s3").download_fileobj(bucket, key, into)
         except CloudProblem as error:
             raise explained(error, f"cannot read {uri}", "s3") from None
-
-
-@dataclass
-class StandIns:
-    """What a dry run shows in place of what it cannot find out, with a note about each; other runs fail there."""
-
-    dry: bool
-    notes: list[str] = field(default_factory=list)
-
-    def get(self, ask: Callable[[], str], stand_in: str, what: str) -> str:
-        try:
-            return ask()
-        except CloudError as error:
-            if not self.dry:
-                raise
-            self.notes.append(f"{error.message}: `{stand_in}` stands for {what}")
-            return stand_in
 
 
 # ---- why a call failed -----------------------------------------------------------------------------------------------

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from smpkit.config.documents import as_yaml
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
 from smpkit.config.words import quoted, suggestion
-from smpkit.errors import ConfigError, JobError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit.errors import CloudError, ConfigError, JobError, Problem, SmpkitError, UnreachableError, UsageError
 from smpkit_estimator.status import JobStatus
 
 OWN: Mapping[str, str] = {
@@ -29,6 +30,8 @@ OWN: Mapping[str, str] = {
     "kubernetes": "smpkit_estimator.kubernetes.backend:KubernetesCluster",
     "batch": "smpkit_estimator.batch:open_batch",
 }
+
+_Answer = TypeVar("_Answer")
 
 
 class Backend(Protocol):
@@ -46,14 +49,11 @@ class Backend(Protocol):
     def title(self) -> str:
         """What it is called, with the place where jobs are: "SageMaker in eu-west-1"."""
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
         """Decide everything about a job; relative paths start at `folder`.
 
         Args:
             dry: it will only be shown, so placeholders may stand for what cannot be found out.
-            script_only: pack the entry point and the dependencies alone.
 
         Raises:
             ConfigError: the job cannot be sent as it is; lists all problems.
@@ -136,20 +136,12 @@ class Query:
     """Created so long ago at most."""
     limit: int = 20
 
-    def of(self, jobs: Iterator[JobStatus], now: datetime) -> Iterator[JobStatus]:
+    def of(self, jobs: Iterable[JobStatus], now: datetime) -> Iterator[JobStatus]:
         """Yield the wanted ones of `jobs`, which come newest first."""
-        count = 0
-        for job in jobs:
-            if self.since is not None and job.created < now - self.since:
-                return
-            if self.name is not None and self.name not in job.name:
-                continue
-            if self.status is not None and job.status.lower() != self.status.lower():
-                continue
-            yield job
-            count += 1
-            if count == self.limit:
-                return
+        new = itertools.takewhile(lambda job: self.since is None or job.created >= now - self.since, jobs)
+        named = (job for job in new if (self.name or "") in job.name)
+        wanted = (job for job in named if self.status is None or job.status.lower() == self.status.lower())
+        return itertools.islice(wanted, self.limit)
 
 
 @dataclass(frozen=True)
@@ -172,9 +164,7 @@ class Plan:
 
     def text(self) -> str:
         """What will be sent, for people, with a line end."""
-        if self.script is not None:
-            return self.script
-        return as_yaml(dict(self.shown))
+        return as_yaml(dict(self.shown)) if self.script is None else self.script
 
 
 @dataclass(frozen=True)
@@ -231,6 +221,36 @@ def preparing() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise NotStartedInterrupt from None
+
+
+@contextlib.contextmanager
+def undone_if_refused(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if a job is refused, so that nothing of it is left."""
+    try:
+        yield
+    except UnreachableError:
+        raise  # it may have been started, and needs what was made for it
+    except CloudError:
+        undo()
+        raise
+
+
+@dataclass
+class StandIns:
+    """What a dry run shows in place of what it cannot find out, with a note about each; other runs fail there."""
+
+    dry: bool
+    notes: list[str] = field(default_factory=list)
+
+    def get(self, ask: Callable[[], _Answer], stand_in: _Answer, words: str) -> _Answer:
+        """Return what `ask` returns; else the stand-in, which `words` tell behind the error."""
+        try:
+            return ask()
+        except CloudError as error:
+            if not self.dry:
+                raise
+            self.notes.append(f"{error.message}{words}")
+            return stand_in
 
 
 def in_doubt(error: SmpkitError, name: str) -> UnreachableError:

@@ -20,10 +20,10 @@ from smpkit.config import scheduled as names
 from smpkit.config.backend import Batch, BatchVolume
 from smpkit.config.confidential import masked
 from smpkit.config.job import JobConfig
-from smpkit.config.wire import SECRETS, TOKEN_FILE
 from smpkit.errors import CloudError, ConfigError, Problem, UnreachableError, UsageError
+from smpkit.units import things
 from smpkit_estimator import scheduled
-from smpkit_estimator.aws import Cloud, Session, StandIns, open_session, request_shape
+from smpkit_estimator.aws import Cloud, Session, open_session, request_shape
 from smpkit_estimator.backend import (
     Access,
     Clock,
@@ -31,14 +31,17 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     in_doubt,
     preparing,
     refuse,
     tried,
+    undone_if_refused,
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_in_folder
+from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.log_reader import LogReader
 from smpkit_estimator.sources import Packed, job_sources, pack, packing_notes
@@ -93,20 +96,19 @@ class AwsBatch:
     def title(self) -> str:
         return f"AWS Batch in {self.cloud.region}"
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
         chosen = name or unique_name(job.name, self.clock.now())
         problems = list(_not_for_batch(job, chosen))
-        sources = job_sources(job, folder, problems, script_only=script_only)
+        sources = job_sources(job, folder, problems)
         refuse(problems, "AWS Batch")
         archive, packed, notes = job.source_dir, None, list(_notes(job))
         if sources is not None:
             packed = pack(sources)
             archive = f"{_staging_of(job)}/sources/{packed.digest}/sourcedir.tar.gz"
             notes += packing_notes(packed)
-        region = StandIns(dry).get(lambda: self.cloud.region, "<region>", "it")
-        return _plan(job, chosen, region, archive, packed, notes)
+        unknown = StandIns(dry)
+        region = unknown.get(lambda: self.cloud.region, "<region>", ": `<region>` stands for it")
+        return _plan(job, chosen, region, archive, packed, [*notes, *unknown.notes])
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         sent: _Sent = plan.payload
@@ -119,13 +121,8 @@ class AwsBatch:
                 self.cloud.upload_sources(sent.packed, sent.archive, key)
             for file, content in sent.files.items():
                 self.cloud.upload(io.BytesIO(content), f"{sent.place}/{file}", key)
-        try:
+        with undone_if_refused(lambda: self.cloud.discard(*(f"{sent.place}/{file}" for file in sent.files))):
             answer = self._start(plan.name, queue, sent, began)
-        except UnreachableError:
-            raise
-        except CloudError:
-            self.cloud.discard(*(f"{sent.place}/{file}" for file in sent.files))  # no job reads them
-            raise
         own = {"name": plan.name, "arn": answer["jobArn"], "id": answer["jobId"]}
         return {**own, "region": self.cloud.region, "source": sent.archive}
 
@@ -283,30 +280,27 @@ def _plan(job: JobConfig, name: str, region: str, archive: str, packed: Packed |
         if problems:
             raise ConfigError(problems, subject=f"request of {operation}")
     count = job.compute.instance_count
-    files = scheduled.config_files(job, name, archive, region=region)
-    hidden: dict[str, bytes] = {}
-    if count > 1:
-        files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{place}/token")
-        hidden["token"] = secrets.token_hex(32).encode()
-    if job.secrets:
-        entries = {key: secret.model_dump(include={"entry", "key"}) for key, secret in job.secrets.items()}
-        files["hyperparameters"][SECRETS] = json.dumps(entries)
-    contents = {f"{file}.json": content for file, content in files.items()}
-    kept = {"job.json": {"job": scheduled.job_to_keep(job), "sources": archive}}
-    encoded = {file: json.dumps(content, ensure_ascii=False).encode() for file, content in {**contents, **kept}.items()}
+    token_file = f"{place}/token" if count > 1 else None
+    sent = hyperparameters(
+        job, submit_directory=archive, job_name=name, region=region, launcher="torchrun", token_file=token_file,
+        secret_entries=True,
+    )  # fmt: skip
+    files = scheduled.config_files(job, sent) | {"job": {"job": scheduled.job_to_keep(job), "sources": archive}}
+    contents = {f"{file}.json": json.dumps(content, ensure_ascii=False).encode() for file, content in files.items()}
+    hidden = {} if token_file is None else {"token": secrets.token_hex(32).encode()}
     shown = {
         "RegisterJobDefinition": _shown_definition(requests["RegisterJobDefinition"]),
         "SubmitJob": requests["SubmitJob"],
         **{f"{place}/{file}.json": content for file, content in scheduled.shown_files(files).items()},
-        f"{place}/job.json": masked("", kept["job.json"]),
+        f"{place}/job.json": masked("", files["job"]),
     }
     options = job.backend.batch
     kind = f" of {options.instance_type}" if options.instance_type else ""
     return Plan(
         name=name,
-        machines=f"{count} node{'s' * (count != 1)}{kind} of the queue {options.queue}",
+        machines=f"{things(count, 'node')}{kind} of the queue {options.queue}",
         shown=shown,
-        payload=_Sent(job, place, {**encoded, **hidden}, archive, packed, *requests.values()),
+        payload=_Sent(job, place, {**contents, **hidden}, archive, packed, *requests.values()),
         max_seconds=scheduled.limit_of(job),
         notes=tuple(notes),
     )

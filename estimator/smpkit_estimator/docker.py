@@ -6,6 +6,8 @@ SageMaker, too: of files that several hosts write under one name, the last one s
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import secrets
 import shutil
@@ -128,7 +130,7 @@ class Containers:
         finally:
             self._remove()
             _quietly("network", "rm", self.name)
-            self._own()
+            self._give_back()
             shutil.rmtree(self._folder / "hosts", ignore_errors=True)
         model, output, checkpoints = map(_filled, self.places.values())
         seconds = time.monotonic() - began
@@ -225,7 +227,7 @@ class Containers:
         self, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], interrupt_after: float | None
     ) -> None:
         signal_name, again, deadline = "", 0.0, float("inf")
-        requests: list[subprocess.Popen[bytes]] = []
+        request: subprocess.Popen[bytes] | None = None
         while any(process.poll() is None for process in processes):
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
@@ -237,24 +239,22 @@ class Containers:
                 signal_name, again, deadline = "TERM", now, now + _STOP_SECONDS
             elif deadline == float("inf") and not signal_name and any(process.poll() for process in processes):
                 deadline = now + _FOLLOW_SECONDS
-            if signal_name and now >= again:
+            if signal_name and now >= again and (request is None or request.poll() is not None):
                 again = now + _AGAIN_SECONDS
-                requests = [*(each for each in requests if each.poll() is None), *self._tell(signal_name)]
-        for request in requests:
+                command = ["docker", "kill", f"--signal={signal_name}", *self._containers]
+                request = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if request is not None:
             request.wait()
 
-    def _tell(self, signal_name: str) -> list[subprocess.Popen[bytes]]:
-        """Send a signal to the launchers of all containers."""
-        words, nothing = ["docker", "kill", f"--signal={signal_name}"], subprocess.DEVNULL
-        return [
-            subprocess.Popen([*words, f"{self.name}-{host}"], stdout=nothing, stderr=nothing) for host in self.hosts
-        ]
+    @property
+    def _containers(self) -> list[str]:
+        return [f"{self.name}-{host}" for host in self.hosts]
 
     def _remove(self) -> None:
         """Take away the containers, and all that a host loses with its machine: everything but the results."""
-        _quietly("rm", "--force", *(f"{self.name}-{host}" for host in self.hosts))
+        _quietly("rm", "--force", *self._containers)
 
-    def _own(self) -> None:
+    def _give_back(self) -> None:
         """Give what the containers wrote as root to the user who started them."""
         if os.getuid() == 0:
             return
@@ -272,8 +272,10 @@ def _quietly(*arguments: str) -> None:
 
 def _mount(source: Path, target: str, read_only: bool) -> str:
     """Return the value of `--mount`, which is a line of CSV: a comma or a quote in a path must not end it."""
+    line = io.StringIO()
     fields = ["type=bind", f"source={source}", f"target={target}", *(["readonly"] if read_only else [])]
-    return ",".join(f'"{text.replace(chr(34), chr(34) * 2)}"' if set(text) & {",", '"'} else text for text in fields)
+    csv.writer(line, lineterminator="").writerow(fields)
+    return line.getvalue()
 
 
 @contextmanager

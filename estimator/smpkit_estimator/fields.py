@@ -6,6 +6,8 @@ name that the user wrote.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -48,11 +50,10 @@ def _mapping(key: str, item: str) -> Callable[[Any], Any]:
 
 
 def _path(value: Any) -> Any:
+    """Make text of a path, or of each of several."""
+    if isinstance(value, (list, tuple)):
+        return [_path(item) for item in value]
     return str(value) if isinstance(value, PurePath) else value
-
-
-def _each(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: [read(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _json(value: Any) -> Any:
@@ -86,7 +87,7 @@ FIELDS = (
     Field("name",                  "base_job_name",                  "TrainingJobName", _later),
     Field("entry_point",           "entry_point",                    read=_path),
     Field("source_dir",            "source_dir",                     read=_path),
-    Field("dependencies",          "dependencies",                   read=_each(_path)),
+    Field("dependencies",          "dependencies",                   read=_path),
     Field("distribution",          "distribution"),
     Field("secrets",               "secrets"),
     Field("code_location",         "code_location"),
@@ -268,7 +269,8 @@ def place_of(path: KeyPath, body: Mapping[str, Any]) -> KeyPath:
         theirs = tuple(field.request.split(".")) if field.request is not None else ("",)
         if path[: len(theirs)] == theirs:
             below = path[len(theirs) :]
-            return (*field.job.split("."), *_below(field.job, below, _at(body, theirs) if below else None))
+            entries = functools.reduce(operator.getitem, theirs, body) if below else None
+            return (*field.job.split("."), *_below(field.job, below, entries))
     return path
 
 
@@ -283,12 +285,6 @@ def _below(key: str, path: KeyPath, entries: Any) -> KeyPath:
             if rest[: theirs.count(".") + 1] == tuple(theirs.split(".")):
                 rest = (*ours.split("."), *rest[theirs.count(".") + 1 :])
     return (name, *rest)
-
-
-def _at(body: Any, path: KeyPath) -> Any:
-    for part in path:
-        body = body[part]
-    return body
 
 
 def hint_for(place: KeyPath) -> str | None:

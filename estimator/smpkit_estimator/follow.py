@@ -100,11 +100,12 @@ def follow(
 ) -> Iterator[LogLine | Notice]:
     """Yield the lines of a job until it is over and its log is complete.
 
-    After the job has ended, the log is read until two reads in a row return nothing, since CloudWatch delivers late and
-    shared folders do, too.
+    After the job is seen to be over, the log is read until two reads in a row return nothing, since CloudWatch delivers
+    late and shared folders do, too.
     """
     patience, log = Patience(backend), backend.log(name, since=since, tail=tail)
     phase, quiet, quiet_limit, chosen = ("", 0), 0.0, _QUIET_SECONDS, 0
+    last_reads = empty_reads = 0
     while True:
         # The status first: lines that were written before the end are then read after it was seen.
         look = patience.ask(lambda: (backend.describe(name), next(log)))
@@ -119,38 +120,22 @@ def follow(
             chosen += 1
             yield line
         if status.over:
-            break
-        if lines:
+            empty_reads = 0 if lines or not last_reads else empty_reads + 1
+            if empty_reads == 2:
+                break
+            if last_reads == _MAX_LAST_READS:
+                yield Notice(f"lines still come in; `smpkit logs {name}` shows the rest later", warning=True)
+                break
+            last_reads += 1
+        elif lines:
             quiet, quiet_limit = 0.0, _QUIET_SECONDS
         elif quiet >= quiet_limit:
             yield Notice(f"no new lines for {quiet:.0f} s; the job is {status.phase}")
             quiet_limit *= 2
         backend.clock.sleep(backend.pace)
         quiet += backend.pace
-    for rest in _last_lines(backend, patience, log, name):
-        if isinstance(rest, Notice) or wanted(rest):
-            chosen += isinstance(rest, LogLine)
-            yield rest
     if not chosen and wanted.describe(since):
         yield _nothing(wanted, since, status)
-
-
-def _last_lines(
-    backend: Backend, patience: Patience, log: Iterator[list[LogLine]], name: str
-) -> Iterator[LogLine | Notice]:
-    """Read on after the job has ended, until no more lines arrive."""
-    reads = silent = 0
-    while reads < _MAX_LAST_READS:
-        backend.clock.sleep(backend.pace)
-        lines = patience.ask(lambda: next(log))
-        if lines is None:
-            yield from patience.notices()
-            continue
-        yield from lines
-        reads, silent = reads + 1, 0 if lines else silent + 1
-        if silent == 2:
-            return
-    yield Notice(f"lines still come in; `smpkit logs {name}` shows the rest later", warning=True)
 
 
 def _nothing(wanted: LogFilter, since: datetime | None, status: JobStatus) -> Notice:

@@ -18,12 +18,26 @@ _NOT_OF_TRAINERS = (wire.JOB_NAME, wire.REGION, wire.INSTANCE_TYPE)
 """Not known before a `ModelTrainer` submits; an empty or wrong one would hide what the platform says."""
 
 
-def hyperparameters(job: JobConfig, *, submit_directory: str, job_name: str, region: str) -> dict[str, str]:
+def hyperparameters(
+    job: JobConfig,
+    *,
+    submit_directory: str,
+    job_name: str,
+    region: str = "",
+    launcher: str | None = None,
+    ranks_per_host: int | None = None,
+    token_file: str | None = None,
+    secret_entries: bool = False,
+) -> dict[str, str]:
     """Return every hyperparameter of the job, JSON-encoded, the user's own first.
 
     Args:
         submit_directory: where the launcher finds the sources: an S3 URI of an archive, or a folder of its machine.
-        region: empty for a local run.
+        region: of AWS; empty elsewhere.
+        launcher: in place of the job's own.
+        ranks_per_host: likewise; where the job says nothing either, there will be one for each GPU of the host.
+        token_file: where the launchers find the token by which they know each other (`wire.TOKEN_FILE`).
+        secret_entries: let the launcher read the job's secrets from AWS Secrets Manager; elsewhere they are variables.
     """
     values: dict[str, Any] = {
         **job.hyperparameters,
@@ -33,8 +47,14 @@ def hyperparameters(job: JobConfig, *, submit_directory: str, job_name: str, reg
         wire.JOB_NAME: job_name,
         wire.REGION: region,
     }
+    if token_file is not None:
+        values[wire.TOKEN_FILE] = token_file
+    if secret_entries and job.secrets:  # where the launcher finds them; their values are not known here
+        values[wire.SECRETS] = {
+            name: secret.model_dump(include={"entry", "key"}) for name, secret in job.secrets.items()
+        }
     own = {name: json.dumps(value) for name, value in values.items()}
-    return {**own, **distribution_hyperparameters(job)}
+    return {**own, **distribution_hyperparameters(job, launcher, ranks_per_host)}
 
 
 def shown_hyperparameters(sent: Mapping[str, str]) -> dict[str, str]:
@@ -53,7 +73,7 @@ def _masked(name: str, text: str) -> str:
 
 def for_trainer(job: JobConfig) -> dict[str, str]:
     """Return the hyperparameters that a job of SDK v3's `ModelTrainer` sends to the launcher, JSON-encoded."""
-    sent = hyperparameters(job, submit_directory=_TRAINER_CODE, job_name="", region="")
+    sent = hyperparameters(job, submit_directory=_TRAINER_CODE, job_name="")
     return {name: text for name, text in sent.items() if name not in _NOT_OF_TRAINERS}
 
 
@@ -68,18 +88,20 @@ def not_for_shell_files(sent: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(("hyperparameters", name), message, "put it in a file in source_dir")
 
 
-def distribution_hyperparameters(job: JobConfig) -> dict[str, str]:
+def distribution_hyperparameters(
+    job: JobConfig, launcher: str | None = None, ranks_per_host: int | None = None
+) -> dict[str, str]:
     """Return what the job's `distribution` becomes, JSON-encoded; for SDK v2, which makes the other ones itself."""
-    distribution, per_host = job.distribution, job.distribution.processes_per_host
+    distribution = job.distribution
+    launcher = launcher or distribution.launcher
+    ranks_per_host = ranks_per_host or distribution.processes_per_host
     values: dict[str, Any] = {}
-    if distribution.launcher == "mpirun":
-        values[wire.MPI_ENABLED] = True
+    if launcher == "mpirun":
+        values |= {wire.MPI_ENABLED: True, wire.MPI_OPTIONS: distribution.custom_mpi_options}
     elif distribution.torch_distributed is not None and distribution.torch_distributed.enabled:
         values |= {wire.TORCHRUN_ENABLED: True, wire.INSTANCE_TYPE: job.compute.instance_type}
-    if per_host:
-        values[wire.PROCESSES_PER_HOST[distribution.launcher]] = per_host
-    if distribution.launcher == "mpirun":
-        values[wire.MPI_OPTIONS] = distribution.custom_mpi_options
+    if ranks_per_host:
+        values[wire.PROCESSES_PER_HOST[launcher]] = ranks_per_host
     if distribution.model_parallel is not None:
         # With the user's own keys: Hugging Face looks for the very key `partitions`.
         values[wire.MP_PARAMETERS] = distribution.parameters_as_written

@@ -47,21 +47,20 @@ class Job:
             DeadlineError: the job is not over in time; it goes on.
         """
         clock, patience = self._backend.clock, Patience(self._backend)
-        began, phase = clock.now(), ("", 0)
+        began, phase, num_phases = clock.now(), "out of reach", 0
         while True:
             status = patience.ask(self.status)
-            if status is None:
-                continue
-            if (status.phase, len(status.phases)) != phase:
-                phase = (status.phase, len(status.phases))
+            if status is not None and (status.phase, len(status.phases)) != (phase, num_phases):
+                phase, num_phases = status.phase, len(status.phases)
                 on_change(status)
-            if status.over:
+            if status is not None and status.over:
                 return status
             waited = (clock.now() - began).total_seconds()
             if timeout is not None and waited >= timeout:
-                message = f"waited {waited:.0f} s for job `{self.name}`, which is {status.phase}"
+                message = f"waited {waited:.0f} s for job `{self.name}`, which is {phase}"
                 raise DeadlineError(message, hint=f"it goes on; `smpkit stop {self.name}` stops it")
-            clock.sleep(self._backend.pace if timeout is None else min(self._backend.pace, timeout - waited))
+            if status is not None:  # else `patience` has paused
+                clock.sleep(self._backend.pace if timeout is None else min(self._backend.pace, timeout - waited))
 
     def check(self) -> JobStatus:
         """Return the status of a job that is over and succeeded.

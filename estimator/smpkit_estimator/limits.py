@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 from smpkit.config.section import KeyPath
-from smpkit.config.words import closest, quoted
+from smpkit.config.words import quoted, suggestion
 from smpkit.errors import Problem
 from smpkit_estimator.fields import hint_for, place_of
 
@@ -19,14 +19,11 @@ def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
     Args:
         shape: botocore's shape of the request (`aws.request_shape`).
     """
-    violations = ((place_of(path, body), message, hint) for path, message, hint in _violations((), body, shape))
-    return [Problem(place, message, hint or hint_for(place)) for place, message, hint in violations]
+    problems = (replace(each, path=place_of(each.path, body)) for each in _violations((), body, shape))
+    return [each if each.hint else replace(each, hint=hint_for(each.path)) for each in problems]
 
 
-_Violation = tuple[KeyPath, str, "str | None"]
-
-
-def _violations(path: KeyPath, value: Any, shape: Any) -> Iterator[_Violation]:
+def _violations(path: KeyPath, value: Any, shape: Any) -> Iterator[Problem]:
     if shape.type_name == "structure":
         yield from _structure(path, value, shape)
     elif shape.type_name == "map":
@@ -44,54 +41,51 @@ def _violations(path: KeyPath, value: Any, shape: Any) -> Iterator[_Violation]:
         yield from _number(path, value, shape)
 
 
-def _structure(path: KeyPath, value: Mapping[str, Any], shape: Any) -> Iterator[_Violation]:
+def _structure(path: KeyPath, value: Mapping[str, Any], shape: Any) -> Iterator[Problem]:
     for name in shape.required_members:
         if value.get(name) is None:
-            yield (*path, name), "is required", None
+            yield Problem((*path, name), "is required")
     for name, item in value.items():
         if name not in shape.members:
-            yield (*path, name), "is not known to this version of botocore", "update boto3"
+            yield Problem((*path, name), "is not known to this version of botocore", "update boto3")
         elif item is not None:
             yield from _violations((*path, name), item, shape.members[name])
 
 
-def _size(path: KeyPath, size: int, what: str, shape: Any) -> Iterator[_Violation]:
+def _size(path: KeyPath, size: int, what: str, shape: Any) -> Iterator[Problem]:
     low, high = shape.metadata.get("min", 0), shape.metadata.get("max")
     if size < low or (high is not None and size > high):
         allowed = f"at most {high:,}" if size >= low else f"at least {low:,}"
-        yield path, f"has {size:,} {what}, SageMaker takes {allowed}", None
+        yield Problem(path, f"has {size:,} {what}, SageMaker takes {allowed}")
 
 
-def _text(path: KeyPath, value: str, shape: Any) -> Iterator[_Violation]:
+def _text(path: KeyPath, value: str, shape: Any) -> Iterator[Problem]:
     if shape.enum:
         if value not in shape.enum:
-            near = closest(value, shape.enum)
-            yield path, f"{quoted(value)} is not one of SageMaker's {len(shape.enum)} values", _meant(near, shape.enum)
+            message = f"{quoted(value)} is not one of SageMaker's {len(shape.enum)} values"
+            yield Problem(path, message, suggestion(value, shape.enum) or _all_of(shape.enum))
         return
     too_long = list(_size(path, len(value), "characters", shape))
     yield from too_long
     pattern = shape.metadata.get("pattern")
     if pattern is not None and not too_long and re.fullmatch(_python_pattern(pattern), value) is None:
-        yield path, f"{quoted(value)} does not fit SageMaker's pattern `{pattern}`", None
+        yield Problem(path, f"{quoted(value)} does not fit SageMaker's pattern `{pattern}`")
 
 
-def _meant(near: str | None, values: list[str]) -> str | None:
-    if near is not None:
-        return f"did you mean `{near}`?"
+def _all_of(values: list[str]) -> str:
     if len(values) <= 8:
         return f"one of {', '.join(f'`{value}`' for value in values)}"
     return "update boto3 if SageMaker has it: the values are those that boto3 knows"
 
 
-def _number(path: KeyPath, value: int, shape: Any) -> Iterator[_Violation]:
+def _number(path: KeyPath, value: int, shape: Any) -> Iterator[Problem]:
     low, high = shape.metadata.get("min"), shape.metadata.get("max")
     largest = 2**31 - 1 if shape.type_name == "integer" else 2**63 - 1
     if (low is not None and value < low) or value > (high if high is not None else largest):
         least = low if low is not None else -largest - 1
-        yield path, f"is {value}, SageMaker takes {least} to {high if high is not None else largest}", None
+        yield Problem(path, f"is {value}, SageMaker takes {least} to {high if high is not None else largest}")
 
 
-@cache
 def _python_pattern(pattern: str) -> str:
     """Rewrite Java's classes, which the service model has in a few patterns, for Python's `re`."""
     classes = {r"\p{L}": r"\w", r"\p{N}": r"\w", r"\p{Z}": r" \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"}

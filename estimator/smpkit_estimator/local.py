@@ -20,6 +20,7 @@ from smpkit.config.scheduled import OF_THE_LAUNCHER, STOPPED
 from smpkit.config.wire import HOMOGENEOUS
 from smpkit.errors import ConfigError, Problem
 from smpkit.observe.runs import CHECKPOINTS, EVENTS, RUN_DIR
+from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.scheduled import config_files, result_places
 
 _HOST = "algo-1"
@@ -132,13 +133,9 @@ def _num_ranks(job: JobConfig, num_gpus: int, hosts: int | None) -> int:
     return count * (num_gpus or math.ceil(needed / count))
 
 
-def _is_remote(location: str) -> bool:
-    return "://" in location
-
-
 def _local_source(job: JobConfig, folder: Path, problems: list[Problem]) -> Path:
     path = folder / job.source_dir
-    if _is_remote(job.source_dir):
+    if "://" in job.source_dir:
         message = f"is not on this machine: `{job.source_dir}`"
         problems.append(Problem(("source_dir",), message, "name a local folder with `--set source_dir=./src`"))
     elif not path.is_dir():
@@ -152,7 +149,7 @@ def _local_dependencies(job: JobConfig, folder: Path, problems: list[Problem]) -
     taken = {path.name for path in (folder / job.source_dir).glob("*")}
     for name in job.dependencies:
         path = (folder / name).resolve()
-        if _is_remote(name) or not path.exists():
+        if "://" in name or not path.exists():
             problems.append(Problem(("dependencies",), f"there is no file or folder `{name}` on this machine"))
         elif path.name in taken:
             problems.append(Problem(("dependencies",), f"`{path.name}` is in source_dir too", "rename one of them"))
@@ -168,7 +165,7 @@ def local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Itera
             problems.append(Problem(("inputs", name), "is a file system of AWS, not on this machine", hint))
             continue
         path = folder / channel.uri
-        if _is_remote(channel.uri):
+        if "://" in channel.uri:
             problems.append(Problem(("inputs", name), f"is not on this machine: `{channel.uri}`", hint))
         elif not path.exists():
             problems.append(Problem(("inputs", name), f"there is no file or folder `{path}`", hint))
@@ -190,7 +187,7 @@ def local_secrets(job: JobConfig, problems: list[Problem]) -> Iterator[tuple[str
 def local_place(what: str, location: str | None, folder: Path, notes: list[str]) -> Path | None:
     if location is None:
         return None
-    if _is_remote(location):
+    if "://" in location:
         notes.append(f"`{what}` goes to a local folder, not to {location}")
         return None
     return (folder / location).absolute()
@@ -250,9 +247,10 @@ def platform_files(
         code: the path of the sources as the host sees it; likewise `checkpoints`.
     """
     ranks = plan.ranks // len(hosts)
+    sent = hyperparameters(plan.job, submit_directory=code, job_name=name, ranks_per_host=ranks)
     group = {"instance_group_name": HOMOGENEOUS, "instance_type": "local", "hosts": list(hosts)}
     return {
-        **config_files(plan.job, name, code, ranks_per_host=ranks, mpi=True),
+        **config_files(plan.job, sent),
         "resourceconfig": {
             "current_host": host,
             "current_instance_type": "local",

@@ -27,6 +27,8 @@ class _Stream:
 class LogReader:
     """Reads a job's log as far as it has come; call `read` again for what came since.
 
+    A class, and no generator, which an error would end: whoever follows a log reads on when the network is back.
+
     Args:
         since: leave out what was logged before.
         tail: begin with so many of the last lines of each stream.

@@ -11,7 +11,7 @@ from typing import Any
 from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, JobConfig
 from smpkit.config.section import KeyPath
-from smpkit.config.wire import CHANNELS, CODE_CHANNEL, JOB_NAME, SECRETS, TOKEN_CHANNEL, TOKEN_FILE, TOKEN_NAME
+from smpkit.config.wire import CHANNELS, CODE_CHANNEL, JOB_NAME, TOKEN_CHANNEL, TOKEN_NAME
 from smpkit.config.words import printable
 from smpkit.errors import Problem, UsageError
 from smpkit_estimator.aws import request_shape
@@ -73,16 +73,13 @@ def build_request(
         if token is not None:
             inputs[TOKEN_CHANNEL] = Channel(uri=token)
             token = f"{CHANNELS}/{TOKEN_CHANNEL}/{TOKEN_NAME}"
-    sent = hyperparameters(job, submit_directory=source, job_name=name, region=region)
-    if job.secrets:  # where the container finds them; their values are not known here
-        places = {name: secret.model_dump(include={"entry", "key"}) for name, secret in job.secrets.items()}
-        sent[SECRETS] = json.dumps(places)
-    if token is not None:  # where it is: whoever may describe the job reads hyperparameters and variables
-        sent[TOKEN_FILE] = json.dumps(token)
     body = {
         "TrainingJobName": name,
         "RoleArn": role,
-        "HyperParameters": sent,
+        # Where the token is, and not the token: whoever may describe the job reads hyperparameters.
+        "HyperParameters": hyperparameters(
+            job, submit_directory=source, job_name=name, region=region, token_file=token, secret_entries=True
+        ),
         **request_of(job),
         "ProfilerConfig": {"DisableProfiler": True},
     }

@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 
 from smpkit.config.job import JobConfig
 from smpkit.config.wire import HOMOGENEOUS, MAX_UNPACKED_BYTES, TOKEN_NAME
-from smpkit.errors import CloudError, ConfigError, JobError, Problem, UnreachableError, UsageError
+from smpkit.errors import CloudError, ConfigError, JobError, Problem, UsageError
+from smpkit.units import amount
 from smpkit_estimator.aws import (
     Cloud,
     CloudProblem,
     Session,
-    StandIns,
     code_of,
     explained,
     is_in_doubt,
@@ -35,6 +35,7 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     check_name,
     in_doubt,
@@ -42,6 +43,7 @@ from smpkit_estimator.backend import (
     refuse,
     run_below,
     tried,
+    undone_if_refused,
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_checkpoint
@@ -53,7 +55,7 @@ from smpkit_estimator.request import (
     over_limits,
     resumed_request,
 )
-from smpkit_estimator.sources import SMALLER, gib, job_sources, pack, packing_notes
+from smpkit_estimator.sources import SMALLER, job_sources, pack, packing_notes
 from smpkit_estimator.status import FINAL, JobStatus, Machines, Phase, read_reason
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -97,7 +99,7 @@ class SageMaker:
         refuse(problems, "SageMaker")
         packed = pack(sources) if sources is not None else None
         if packed is not None and packed.num_bytes > MAX_UNPACKED_BYTES:
-            message = f"has {gib(packed.num_bytes)} of files, and a job takes at most {gib(MAX_UNPACKED_BYTES)}"
+            message = f"has {amount(packed.num_bytes)} of files, and a job takes at most {amount(MAX_UNPACKED_BYTES)}"
             refuse([Problem(("source_dir",), message, SMALLER)], "SageMaker")
         unknown = StandIns(dry)
         region, role, output = self._whereabouts(job, unknown)
@@ -113,14 +115,15 @@ class SageMaker:
 
     def _whereabouts(self, job: JobConfig, unknown: StandIns) -> tuple[str, str, str]:
         """Return region, ARN of the role, and output."""
-        region = unknown.get(lambda: self.cloud.region, _REGION, "it")
+        region = unknown.get(lambda: self.cloud.region, _REGION, f": `{_REGION}` stands for it")
         if job.role is None:
             unknown.notes.append(f"no role is set: `{_ROLE}` stands for it")
         role = job.role or _ROLE
         by_name = not role.startswith("arn:")
         account = ""
         if job.output is None or (by_name and unknown.dry):
-            account = unknown.get(lambda: self.cloud.identity["Account"], _ACCOUNT, "the account")
+            words = f": `{_ACCOUNT}` stands for the account"
+            account = unknown.get(lambda: self.cloud.identity["Account"], _ACCOUNT, words)
         role = f"arn:aws:iam::{_ACCOUNT}:role/{role}" if by_name and account == _ACCOUNT else role
         return region, self.cloud.role_arn(role), job.output or f"s3://sagemaker-{region}-{account}/"
 
@@ -132,14 +135,8 @@ class SageMaker:
             if sent.token is not None:
                 # Drawn here and never kept: not in the plan that is shown, nor on this machine.
                 self.cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), sent.token, sent.kms_key)
-        try:
+        with undone_if_refused(lambda: self.cloud.discard(*filter(None, [sent.token]))):
             arn = self._start(sent.body)
-        except UnreachableError:
-            raise
-        except CloudError:
-            if sent.token is not None:  # no job reads it
-                self.cloud.discard(sent.token)
-            raise
         return {"name": plan.name, "arn": arn, "region": self.cloud.region, "source": sent.source}
 
     def _start(self, body: Mapping[str, Any]) -> str:
@@ -217,16 +214,7 @@ class SageMaker:
             filters["CreationTimeAfter"] = self.clock.now() - query.since
         key = "TrainingJobSummaries"
         jobs = self.cloud.pages("sagemaker", "list_training_jobs", key, "cannot list jobs", **filters)
-        for job in itertools.islice(jobs, query.limit):
-            yield JobStatus(
-                name=job["TrainingJobName"],
-                arn=job["TrainingJobArn"],
-                status=job["TrainingJobStatus"],
-                phase=job.get("SecondaryStatus") or job["TrainingJobStatus"],
-                created=job["CreationTime"],
-                ended=job.get("TrainingEndTime"),
-                seen=self.clock.now(),
-            )
+        yield from (status_of(job, self.clock.now()) for job in itertools.islice(jobs, query.limit))
 
     def latest_checkpoint(self, place: str) -> str | None:
         folder = f"{place.rstrip('/')}/"
@@ -310,7 +298,7 @@ def _tries_before(error: Any) -> int:
 
 
 def status_of(answer: Mapping[str, Any], now: datetime) -> JobStatus:
-    """Return the state of a job that `DescribeTrainingJob` describes."""
+    """Return the state of a job that `DescribeTrainingJob` describes, or `ListTrainingJobs` sums up."""
     phases = tuple(
         Phase(item["Status"], item.get("StatusMessage", ""), item["StartTime"], item.get("EndTime"))
         for item in answer.get("SecondaryStatusTransitions", ())

@@ -16,11 +16,10 @@ from smpkit.config import scheduled as names
 from smpkit.config.fields import wrong_job_name
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath, validated
-from smpkit.config.wire import MPI_ENABLED, MPI_OPTIONS, PROCESSES_PER_HOST
 from smpkit.errors import Problem, UnsupportedError
 from smpkit_estimator.backend import run_below
-from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
-from smpkit_estimator.status import FINAL, JobStatus, Phase
+from smpkit_estimator.hyperparameters import shown_hyperparameters
+from smpkit_estimator.status import JobStatus, Phase
 
 _OF_AWS = ("role", "network", "encryption", "experiment", "tags", "metrics", "code_location", "input_mode")
 """Settings of the job file that mean nothing elsewhere."""
@@ -89,30 +88,8 @@ def notes(job: JobConfig, where: str, instead_of_mpirun: str, *used: str) -> Ite
 # ---- what hosts are told ---------------------------------------------------------------------------------------------
 
 
-def config_files(
-    job: JobConfig,
-    name: str,
-    submit_directory: str,
-    *,
-    ranks_per_host: int | None = None,
-    region: str = "",
-    mpi: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Return the contents of `hyperparameters.json` and `inputdataconfig.json`.
-
-    Args:
-        submit_directory: where hosts find the sources.
-        ranks_per_host: default: the job's own number, or if it has none, one for each GPU of the host.
-        mpi: start the ranks with mpirun if the job says so, and not with torchrun.
-    """
-    sent = hyperparameters(job, submit_directory=submit_directory, job_name=name, region=region)
-    ranks_per_host = ranks_per_host or job.distribution.processes_per_host
-    launcher = job.distribution.launcher if mpi else "torchrun"
-    sent = {key: text for key, text in sent.items() if key not in PROCESSES_PER_HOST.values()}
-    if launcher == "torchrun":
-        sent = {key: text for key, text in sent.items() if key not in (MPI_ENABLED, MPI_OPTIONS)}
-    if ranks_per_host:
-        sent[PROCESSES_PER_HOST[launcher]] = json.dumps(ranks_per_host)
+def config_files(job: JobConfig, sent: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
+    """Return the contents of `hyperparameters.json`, which are `sent`, and of `inputdataconfig.json`."""
     channels = {
         channel: {
             "TrainingInputMode": each.mode or job.input_mode,
@@ -246,15 +223,9 @@ def status_with_phases(
         phases.append(Phase(now, (not ended and status.message) or working, started, ended))
         if ended:
             phases.append(Phase(status.phase, status.message, ended, ended))
-    seconds: int | None = None
-    before = 0
-    if status.status in FINAL:
-        seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
-        before = round(sum(attempt.seconds(status.seen) for attempt in interrupted))
-    return replace(
-        status,
-        message=phases[-1].message,
-        phases=tuple(phases),
-        training_seconds=seconds,
-        billable_seconds=None if seconds is None else seconds + before,
-    )
+    status = replace(status, message=phases[-1].message, phases=tuple(phases))
+    if not status.over:
+        return status
+    seconds = max(0, round((ended - started).total_seconds())) if started and ended else 0
+    before = round(sum(attempt.seconds(status.seen) for attempt in interrupted))
+    return replace(status, training_seconds=seconds, billable_seconds=seconds + before)

@@ -25,6 +25,7 @@ from pathspec import GitIgnoreSpec
 from smpkit.config.job import JobConfig
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem
+from smpkit.units import amount
 
 IGNORE_FILES = (".gitignore", ".smpkitignore")
 """Files with patterns in git's syntax, at the root of the sources; the second may bring back what the first hides."""
@@ -93,13 +94,23 @@ class Packed:
     """Size of the uncompressed archive."""
 
 
-def job_sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool) -> Sources | None:
+def job_sources(
+    job: JobConfig,
+    folder: Path,
+    problems: list[Problem],
+    *,
+    script_only: bool = False,
+    instead_of_s3: str | None = None,
+) -> Sources | None:
     """Return what a job packs; None if its sources are in S3 already, or if there are `problems`, which are added.
 
     Args:
         script_only: pack the entry point and the dependencies alone, as SDK v2 does without a `source_dir`.
+        instead_of_s3: what to do where hosts do not read sources in S3.
     """
     if "://" in job.source_dir:
+        if instead_of_s3 is not None:
+            problems.append(Problem(("source_dir",), "is in S3, which the hosts do not read", instead_of_s3))
         if not job.source_dir.endswith(".tar.gz"):
             problems.append(Problem(("source_dir",), "must be a `.tar.gz` in S3", "or name a local folder"))
         if job.dependencies:
@@ -133,13 +144,8 @@ def packing_notes(packed: Packed) -> Iterator[str]:
     if sources.unread:
         yield f"not read, as only ignore files at the root count: {_some(sources.unread)}"
     if packed.num_bytes > _LARGE_BYTES:
-        size = f"{packed.num_bytes / 2**20:,.0f} MiB in {len(sources.entries):,} files"
+        size = f"{amount(packed.num_bytes)} in {len(sources.entries):,} files"
         yield f"the sources have {size}; name what the job does not need in .smpkitignore"
-
-
-def gib(num_bytes: int) -> str:
-    """Return a size as people say it."""
-    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -83,19 +83,15 @@ class EmulatedLink(Link):
         self._out, self._back = _Direction("offload-out", out_bytes_per_second), _Direction("offload-back", back)
 
     def send(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Copy on the thread to the host."""
         return self._queue(self._out, copies, after)
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Copy on the thread from the host."""
         return self._queue(self._back, copies, after)
 
     def wait(self, event: Event, what: str) -> None:
-        """Block this thread until `event`."""
         self.synchronize(event, what)
 
     def synchronize(self, event: Event, what: str) -> None:
-        """Block this thread until `event`."""
         if not isinstance(event, _CopyEvent):
             return
         try:

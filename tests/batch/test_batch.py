@@ -125,6 +125,13 @@ def test_requests_with_every_option_fit_the_services_model() -> None:
 
 
 @pytest.mark.usefixtures("aws")
+def test_a_dry_run_without_a_region_says_what_stands_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_REGION")
+    write()
+    assert "no AWS region is set: `<region>` stands for it" in run("submit", "job.yaml", "--dry-run").stderr
+
+
+@pytest.mark.usefixtures("aws")
 def test_a_job_from_submit_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     write(output=None)
     dry = json.loads(run("submit", "job.yaml", "--dry-run", "--json", "--name", "one").stdout)

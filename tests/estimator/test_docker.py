@@ -29,6 +29,19 @@ def containers(tmp_path: Path, hosts: int, arguments: Sequence[str] = (), **sett
     return Containers(plan, "image", tmp_path / "run", arguments)
 
 
+def with_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> Containers:
+    """A run of one host, for which a shell script is the `docker` command."""
+    engine = tmp_path / "bin" / "docker"
+    engine.parent.mkdir()
+    engine.write_text(f"#!/bin/sh\n{does}\n")
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run").mkdir()
+    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
+    return Containers(plan, "image", tmp_path / "run")
+
+
 def test_ranks_are_spread_over_the_containers(tmp_path: Path) -> None:
     containers(tmp_path, 2).lay_out()
     config = tmp_path / "run" / "hosts" / "algo-2" / "config"
@@ -75,41 +88,27 @@ def test_a_path_cannot_add_to_a_mount(tmp_path: Path) -> None:
 
 def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without networks: the folder of the run has what it had before."""
-    engine = tmp_path / "bin" / "docker"
-    engine.parent.mkdir()
-    engine.write_text('#!/bin/sh\n[ "$1" != network ] || { echo "no network" >&2; exit 1; }\n')
-    engine.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
-    (tmp_path / "train.py").touch()
-    (tmp_path / "run").mkdir()
-    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
+    run = with_engine(tmp_path, monkeypatch, '[ "$1" != network ] || { echo "no network" >&2; exit 1; }')
     with pytest.raises(LaunchError, match="no network"):
-        Containers(plan, "image", tmp_path / "run").run()
+        run.run()
     assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["INT", "HUP"])
 def test_ctrl_c_before_a_container_runs_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A signal has no effect then; sent once only, the job would go on to its own end. HUP: the terminal was closed."""
-    engine, runs, stopped = tmp_path / "bin" / "docker", tmp_path / "runs", tmp_path / "stopped"
-    engine.parent.mkdir()
-    engine.write_text(f"""#!/bin/sh
-case $1 in
+    runs, stopped = tmp_path / "runs", tmp_path / "stopped"
+    does = f"""case $1 in
   run)
     kill -{name} $PPID; sleep 0.5; touch {runs}
     for each in $(seq 50); do [ ! -e {stopped} ] || exit 0; sleep 0.1; done
     exit 9;;
   kill) [ ! -e {runs} ] || touch {stopped};;
-esac
-""")
-    engine.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
-    (tmp_path / "train.py").touch()
-    (tmp_path / "run").mkdir()
-    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
+esac"""
+    run = with_engine(tmp_path, monkeypatch, does)
     before = signal.signal(signal.SIGHUP, lambda *_: None)  # or a run that forgot it would end pytest
     try:
-        done = Containers(plan, "image", tmp_path / "run").run()
+        done = run.run()
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (done.exit_code, done.stopped) == (0, True)
@@ -140,15 +139,8 @@ def test_recipes_with_missing_files_are_refused_before_docker_is_asked(tmp_path:
 
 
 def test_a_run_takes_its_containers_and_its_network_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, asked = tmp_path / "bin" / "docker", tmp_path / "asked"
-    engine.parent.mkdir()
-    engine.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
-    engine.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
-    (tmp_path / "train.py").touch()
-    (tmp_path / "run").mkdir()
-    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
-    Containers(plan, "image", tmp_path / "run").run()
+    asked = tmp_path / "asked"
+    with_engine(tmp_path, monkeypatch, f'echo "$@" >> {asked}').run()
     commands = asked.read_text().splitlines()
     [name] = [command.split()[-1] for command in commands if command.startswith("network create")]
     assert commands.index(f"rm --force {name}-algo-1") < commands.index(f"network rm {name}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
-from smpkit.errors import CloudError
+from smpkit.errors import CloudError, DeadlineError
 from smpkit_estimator.aws import Cloud
 from smpkit_estimator.backend import LogLine
 from smpkit_estimator.follow import Notice
@@ -166,9 +166,10 @@ def test_since_leaves_out_what_is_older(make: MakeEstimator, aws: Aws) -> None:
 def test_throttling_is_waited_out(make: MakeEstimator, aws: Aws) -> None:
     aws.script = Script(lines=numbered(10), training=10)
     job = run(make)
-    for method in ("describe_training_job", "get_log_events", "describe_log_streams"):
+    for method in ("DescribeTrainingJob", "GetLogEvents", "DescribeLogStreams"):
         aws.fail(method, "ThrottlingException", "Rate exceeded", times=5, after=3)
     assert len(texts(job.logs(follow=True))) == 10
+    assert not any(fault.times for fault in aws.faults)
 
 
 def test_a_network_that_comes_back_is_waited_for(make: MakeEstimator, aws: Aws) -> None:
@@ -216,6 +217,13 @@ def test_a_job_whose_name_begins_alike_is_another(make: MakeEstimator, aws: Aws)
         estimator.fit(wait=False, job_name=name)
     aws.clock.advance(500)
     assert texts(first.latest_training_job.logs()) == ["a"]
+
+
+def test_a_limit_of_waiting_holds_without_a_network(make: MakeEstimator, aws: Aws) -> None:
+    job = run(make)
+    aws.fail("DescribeTrainingJob", EndpointConnectionError(endpoint_url="https://x"), times=10**6)
+    with pytest.raises(DeadlineError, match="which is out of reach"):
+        job.wait(timeout=60)
 
 
 def test_waiting_outlasts_a_network_that_fails_for_less_than_five_minutes(make: MakeEstimator, aws: Aws) -> None:

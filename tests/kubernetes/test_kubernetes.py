@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from smpkit.errors import UnreachableError
+from smpkit.errors import CloudError, UnreachableError
 from smpkit_estimator.kubernetes import api, backend
 from tests.job_contract import (
     PIPELINE,
@@ -242,6 +242,21 @@ def test_a_log_is_followed_whole(user: User) -> None:
     a_long_log_is_followed_whole(user.run, "pod-1", 20_000)
 
 
+def test_who_may_not_read_secrets_resumes_a_job_without_any(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = user.cluster.read
+
+    def only_others(kind: str, name: str) -> Mapping[str, Any] | None:
+        if kind == "Secret":
+            raise CloudError(f"cannot read the Secret `{name}`: forbidden")
+        return read(kind, name)
+
+    user.write("print('ran')", quick=True, hosts=1)
+    user.run("submit", "job.yaml", "--name", "old", "--wait")
+    monkeypatch.setattr(user.cluster, "read", only_others)
+    user.run("resume", "old", "--name", "new", "--wait")
+    assert user.status("new")["status"] == "Completed"
+
+
 # ---- what is refused, and what is looked at ----------------------------------------------------------------------
 
 
@@ -257,6 +272,8 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
         assert words in refused
     user.write("", kubernetes={"volumes": [{"mount": "/opt/ml", "claim": "a", "nfs": "server:/a"}]})
     assert "has claim and nfs" in user.run("submit", "job.yaml", code=2).stderr
+    user.write("", source_dir="s3://bucket/code.tar.gz")
+    assert "source_dir: is in S3, which the hosts do not read" in user.run("submit", "job.yaml", code=2).stderr
     user.write("", kubernetes={"workload": "jobset"})
     refused = user.run("submit", "job.yaml", code=2).stderr
     assert "backend.kubernetes.workload: is always an Indexed Job" in refused

@@ -195,6 +195,12 @@ def slurm(folder: Path, name: str, does: str) -> None:
     (folder / name).chmod(0o755)
 
 
+def test_sources_in_s3_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = CliRunner().invoke(cli, sent(folder, monkeypatch, source_dir="s3://bucket/code.tar.gz"))
+    assert "source_dir: is in S3, which the hosts do not read" in done.output
+    assert done.exit_code == 2
+
+
 def test_a_lost_answer_starts_no_second_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submit, runs = [*sent(folder, monkeypatch), "--name"], folder / "runs"
     slurm(folder, "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")

@@ -60,11 +60,11 @@ def test_a_pipeline_over_two_nodes(user: User) -> None:
     user.environ["MY_KEY"] = "hush-hush"
     dry = json.loads(user.run("submit", "job.yaml", "--dry-run", "--json", "--name", "pipe").stdout)
     a_job_that_succeeds(user.run, "pipe", ("n1", "n2"))
-    job_id = str((read_json(user.place("pipe") / "slurm.json") or {})["id"])
+    job_id = str(read_json(user.place("pipe") / "slurm.json")["id"])
     assert user.cluster.ask("scontrol", "write", "batch_script", job_id, "-").rstrip("\n") + "\n" == dry["script"]
     for name in ("hyperparameters", "inputdataconfig"):
         assert read_json(user.place("pipe") / "input" / "config" / f"{name}.json") == dry[name]
-    variables = read_json(user.place("pipe") / "variables.json") or {}
+    variables = read_json(user.place("pipe") / "variables.json")
     assert variables == {**dry["variables"], "KEY": "hush-hush"}
     assert losses(user, "pipe") == uninterrupted()
     a_report_of_it(user.run, "pipe")

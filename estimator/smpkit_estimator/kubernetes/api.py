@@ -5,6 +5,7 @@ Nothing else imports the client, which the extra `smpkit[kubernetes]` brings.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -27,6 +28,8 @@ _PATHS: Mapping[str, str] = {
     "Secret": "/api/v1/namespaces/{}/secrets",
     "Service": "/api/v1/namespaces/{}/services",
 }
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""What a pod is told of itself."""
 
 
 class Api:
@@ -134,8 +137,11 @@ def connect(context: str | None, namespace: str | None) -> Api:
     try:
         contexts, active = config.list_kube_config_contexts(file)
     except config.ConfigException as error:
-        if context is None and _in_cluster(options):
-            return Api(client.ApiClient(options), namespace or _own_namespace())
+        if context is None:
+            with contextlib.suppress(config.ConfigException):
+                config.load_incluster_config(client_configuration=options)
+                own = _OWN_NAMESPACE.read_text(encoding="utf-8").strip() if _OWN_NAMESPACE.is_file() else "default"
+                return Api(client.ApiClient(options), namespace or own)
         hint = "KUBECONFIG names the file; your cluster's provider has a command that writes it"
         raise CloudError(f"{doing}: {str(error).rstrip('.').lower()}", hint=hint) from None
     names = [entry["name"] for entry in contexts]
@@ -150,36 +156,18 @@ def connect(context: str | None, namespace: str | None) -> Api:
     return Api(client.ApiClient(options), namespace or chosen["context"].get("namespace") or "default")
 
 
-def _in_cluster(options: Any) -> bool:
-    from kubernetes import config
-
-    try:
-        config.load_incluster_config(client_configuration=options)
-    except config.ConfigException:
-        return False
-    return True
-
-
-def _own_namespace() -> str:
-    file = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else "default"
-
-
 def _refusal(error: Any, doing: str, api: Api) -> SmpkitError:
     try:
         message = str(json.loads(error.body)["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{error.status} {error.reason}"
-    words = " ".join(message.split())
-    if error.status == 401:
-        hint = "log in again as your cluster's provider says; `kubectl get pods` then works, too"
-        return CloudError(f"{doing}: the cluster does not know these credentials", hint=hint)
-    if error.status == 403:
-        return CloudError(f"{doing}: {words}", hint=f"a Role in the namespace `{api.namespace}` must allow it")
-    if error.status == 404:
-        return _MissingError(f"{doing}: {words}")
-    if error.status == 409:
-        return CloudError(f"{doing}: {words}", hint="`--name` gives another name")
+    words = "the cluster does not know these credentials" if error.status == 401 else " ".join(message.split())
     if error.status in (429, 500, 502, 503, 504):
         return UnreachableError(f"{doing}: {words}", hint="try again in a minute")
-    return CloudError(f"{doing}: {words}")
+    hints = {
+        401: "log in again as your cluster's provider says; `kubectl get pods` then works, too",
+        403: f"a Role in the namespace `{api.namespace}` must allow it",
+        409: "`--name` gives another name",
+    }
+    kind = _MissingError if error.status == 404 else CloudError
+    return kind(f"{doing}: {words}", hint=hints.get(error.status))

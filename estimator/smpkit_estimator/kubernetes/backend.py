@@ -18,6 +18,7 @@ from smpkit.config.documents import as_yaml
 from smpkit.config.job import JobConfig
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
+from smpkit.units import things
 from smpkit_estimator import scheduled
 from smpkit_estimator.backend import (
     Access,
@@ -26,6 +27,7 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     in_doubt,
     refuse,
@@ -41,6 +43,7 @@ from smpkit_estimator.kubernetes.manifests import (
     QUEUE_LABEL,
     SOURCES,
     SUBMISSION,
+    VARIABLE,
     manifests,
     shown_manifest,
 )
@@ -57,7 +60,11 @@ _OLDEST = (1, 29)
 
 
 class KubernetesCluster:
-    """The jobs in one namespace of a cluster of the kubeconfig: `profile` is the context, `region` the namespace."""
+    """The jobs in one namespace of a cluster of the kubeconfig.
+
+    Args:
+        access: the context as `profile` and the namespace as `region`; whoever opens this takes those of the job file.
+    """
 
     def __init__(self, access: Access) -> None:
         self.clock = Clock()
@@ -68,11 +75,6 @@ class KubernetesCluster:
     def _api(self) -> Api:
         return connect(self._access.profile, self._access.region)
 
-    def _api_for(self, job: JobConfig) -> Api:
-        """Return the cluster and namespace of a job file; the command line goes before it."""
-        options = job.backend.kubernetes
-        return connect(self._access.profile or options.context, self._access.region or options.namespace)
-
     @property
     def title(self) -> str:
         try:
@@ -80,49 +82,39 @@ class KubernetesCluster:
         except SmpkitError:
             return "Kubernetes in no cluster"
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
         chosen = name or unique_name(_proper_name(job.name), self.clock.now(), LONGEST_NAME)
-        notes: list[str] = []
-        api, namespace = None, self._access.region or job.backend.kubernetes.namespace
-        try:
-            api = self._api_for(job)
-            namespace = api.namespace
-        except CloudError as error:
-            if not dry:
-                raise
-            notes.append(error.message if namespace else f"{error.message}: the namespace may be another")
+        unknown, asked = StandIns(dry), self._access.region
+        words = "" if asked else ": the namespace may be another"
+        namespace = unknown.get(lambda: self._api.namespace, asked or "default", words)
         problems = list(_not_for_kubernetes(job, chosen))
         sources = None
         if job.backend.kubernetes.code is None:
-            sources = job_sources(job, folder, problems, script_only=script_only)
-            if sources is None and "://" in job.source_dir:
-                hint = "name a local folder, or set `backend.kubernetes.code`"
-                problems.append(Problem(("source_dir",), "is in S3, which pods do not read", hint))
+            hint = "name a local folder, or set `backend.kubernetes.code`"
+            sources = job_sources(job, folder, problems, instead_of_s3=hint)
         hidden = dict(local_secrets(job, problems))
         refuse(problems, "Kubernetes")
-        archive = None
+        notes, archive = unknown.notes, None
         if sources is not None:
             file = io.BytesIO()
             notes += packing_notes(pack(sources, file))
             archive = file.getvalue()
-        return _plan(job, chosen, api, namespace or "default", archive, hidden, notes)
+        return _plan(job, chosen, namespace, archive, hidden, notes)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
-        api: Api
-        api, (job, *parts) = plan.payload
+        job, *parts = plan.payload
         try:
             owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": plan.name}
-            owner["uid"] = _created(api, job)["metadata"]["uid"]
+            owner["uid"] = _created(self._api, job)["metadata"]["uid"]
             for part in parts:
-                _created(api, {**part, "metadata": {**part["metadata"], "ownerReferences": [owner]}})
+                _created(self._api, {**part, "metadata": {**part["metadata"], "ownerReferences": [owner]}})
         except (SmpkitError, KeyboardInterrupt):  # its pods would wait for the rest, and keep their GPUs
             with contextlib.suppress(CloudError):
-                if _own(api, job) is not None:  # Ctrl-C may have come before the answer did
-                    api.delete("Job", plan.name)  # and what it owns
+                if _own(self._api, job) is not None:  # Ctrl-C may have come before the answer did
+                    self._api.delete("Job", plan.name)  # and what it owns
             raise
-        return {"name": plan.name, "arn": f"kubernetes:{api.namespace}/{plan.name}", "namespace": api.namespace}
+        namespace = self._api.namespace
+        return {"name": plan.name, "arn": f"kubernetes:{namespace}/{plan.name}", "namespace": namespace}
 
     def describe(self, name: str) -> JobStatus:
         job = self._job(name)
@@ -148,28 +140,30 @@ class KubernetesCluster:
     def list(self, query: Query) -> Iterator[JobStatus]:
         now = self.clock.now()
         jobs = [status_of(job, [], now) for job in self._api.list("Job", f"{MANAGED_BY}=smpkit")]
-        yield from query.of(iter(sorted(jobs, key=lambda job: job.created, reverse=True)), now)
+        yield from query.of(sorted(jobs, key=lambda job: job.created, reverse=True), now)
 
     def resumed(self, name: str, new_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Plan:
-        kept, files = self._kept(name)
+        sent = self._sent("ConfigMap", name)
+        kept = json.loads(sent["data"]["job.json"])
         job = scheduled.job_again(kept, changes, machine="backend.kubernetes.node_selector")
         chosen = new_name or unique_name(base_name(name), self.clock.now(), LONGEST_NAME)
         refuse(_not_for_kubernetes(job, chosen), "Kubernetes")
-        data = (self._api.read("Secret", name) or {}).get("data", {})
-        hidden = {key: base64.b64decode(data[f"variable.{key}"]).decode() for key in job.secrets}
-        archive = base64.b64decode(files[SOURCES]) if SOURCES in files else None
-        return _plan(job, chosen, self._api, self._api.namespace, archive, hidden, [])
+        # Not everybody may read Secrets: of a job without secrets none is asked for.
+        data = self._sent("Secret", name)["data"] if job.secrets else {}
+        hidden = {key: base64.b64decode(data[f"{VARIABLE}{key}"]).decode() for key in job.secrets}
+        sources = sent.get("binaryData", {}).get(SOURCES)
+        archive = base64.b64decode(sources) if sources is not None else None
+        return _plan(job, chosen, self._api.namespace, archive, hidden, [])
 
     def check(self, job: JobConfig | None, *, write: bool = False) -> Sequence[Finding]:  # noqa: ARG002
-        reached = tried(
-            "kubernetes", lambda: _version(self._api_for(job) if job else self._api), needed=job is not None
-        )
+        reached = tried("kubernetes", lambda: _version(self._api), needed=job is not None)
         if job is None or reached.state != "ok":
             return [reached]
-        return [reached, tried("job", lambda: _acceptable(self._api_for(job), job))]
+        return [reached, tried("job", lambda: _acceptable(self._api, job))]
 
     def results(self, name: str, into: Path) -> Path:  # noqa: ARG002 - nothing is copied
-        return scheduled.run_in_volume(scheduled.job_again(self._kept(name)[0], None), name, "a volume of the cluster")
+        kept = json.loads(self._sent("ConfigMap", name)["data"]["job.json"])
+        return scheduled.run_in_volume(scheduled.job_again(kept, None), name, "a volume of the cluster")
 
     def latest_checkpoint(self, place: str) -> str | None:
         return newest_in_folder(place, "a volume of the cluster")
@@ -182,35 +176,33 @@ class KubernetesCluster:
             raise UsageError(message, hint="`smpkit jobs` lists them; `--region` names another namespace")
         return job
 
-    def _kept(self, name: str) -> tuple[Any, Mapping[str, str]]:
-        """Return the job file that was sent beside the job, and the sources in base64."""
+    def _sent(self, kind: str, name: str) -> Object:
+        """Return an object that was sent with a job."""
         self._job(name)
-        sent = self._api.read("ConfigMap", name)
+        sent = self._api.read(kind, name)
         if sent is None:
             hint = f"`kubectl delete job {name}` forgets it"
-            raise CloudError(f"the ConfigMap `{name}` of the job is gone", hint=hint)
-        return json.loads(sent["data"]["job.json"]), sent.get("binaryData", {})
+            raise CloudError(f"the {kind} `{name}` of the job is gone", hint=hint)
+        return sent
 
 
 def _plan(
     job: JobConfig,
     name: str,
-    api: Api | None,
     namespace: str,
     archive: bytes | None,
     hidden: Mapping[str, str],
     notes: Sequence[str],
 ) -> Plan:
-    options, count = job.backend.kubernetes, job.compute.instance_count
     objects = manifests(job, name, namespace, archive=archive, secrets=hidden, token=secrets.token_hex(32))
     _check_sizes(objects[1], objects[2])
     shown = [shown_manifest(manifest) for manifest in objects]
-    gpus = f" of {options.gpus} GPU{'s' * (options.gpus != 1)}" if options.gpus else ""
+    gpus = job.backend.kubernetes.gpus
     return Plan(
         name=name,
-        machines=f"{count} pod{'s' * (count != 1)}{gpus}",
+        machines=things(job.compute.instance_count, "pod") + (f" of {things(gpus, 'GPU')}" if gpus else ""),
         shown={"manifests": shown},
-        payload=(api, objects),
+        payload=objects,
         max_seconds=scheduled.limit_of(job),
         notes=(*_notes(job), *notes),
         script=as_yaml(*shown),

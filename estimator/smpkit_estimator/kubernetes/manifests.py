@@ -20,9 +20,8 @@ from smpkit.config import scheduled as names
 from smpkit.config.backend import Volume
 from smpkit.config.confidential import HIDDEN, masked
 from smpkit.config.job import JobConfig
-from smpkit.config.wire import TOKEN_FILE
 from smpkit_estimator import scheduled
-from smpkit_estimator.hyperparameters import shown_hyperparameters
+from smpkit_estimator.hyperparameters import hyperparameters, shown_hyperparameters
 
 CONTAINER = "launcher"
 MANAGED_BY = "app.kubernetes.io/managed-by"
@@ -33,6 +32,8 @@ PLACES = "smpkit/places"
 SUBMISSION = "smpkit/submission"
 """Annotation of the Job that no other submission has."""
 SOURCES = "sourcedir.tar.gz"
+VARIABLE = "variable."
+"""Before the name of a secret variable in the Secret."""
 LONGEST_NAME = 57
 """So that `NAME-99999`, the host name of a pod, has at most 63 characters."""
 
@@ -40,8 +41,6 @@ _PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 _BASE = "/opt/ml"
 _FILES = "/etc/smpkit"
 _MESSAGE = "/dev/termination-log"
-_VARIABLE = "variable."
-"""Before the name of a secret variable in the Secret."""
 _MARGIN_SECONDS = 10
 """Between the end of the launcher's grace and SIGKILL."""
 
@@ -66,8 +65,9 @@ def manifests(
         }
 
     code = options.code or f"{_FILES}/{SOURCES}"
-    files = scheduled.config_files(job, name, code)
-    files["hyperparameters"][TOKEN_FILE] = json.dumps(f"{_FILES}/token")
+    token_file = f"{_FILES}/token"
+    sent = hyperparameters(job, submit_directory=code, job_name=name, launcher="torchrun", token_file=token_file)
+    files = scheduled.config_files(job, sent)
     texts = {f"{file}.json": json.dumps(content, ensure_ascii=False) for file, content in files.items()}
     packed = {} if archive is None else {"binaryData": {SOURCES: base64.b64encode(archive).decode()}}
     queued = {QUEUE_LABEL: options.queue, _PRIORITY_LABEL: options.priority_class} if options.queue else {}
@@ -90,7 +90,7 @@ def manifests(
         {
             **shell("Secret"),
             "type": "Opaque",
-            "stringData": {"token": token, **{f"{_VARIABLE}{key}": value for key, value in secrets.items()}},
+            "stringData": {"token": token, **{f"{VARIABLE}{key}": value for key, value in secrets.items()}},
         },
         {
             **shell("Service"),
@@ -200,7 +200,7 @@ def _container(job: JobConfig, name: str, places: Mapping[str, str], secrets: It
     # Kubernetes expands `$(NAME)`, and takes `$$` for a dollar sign.
     plain = [{"name": key, "value": value.replace("$", "$$")} for key, value in variables.items()]
     hidden = [
-        {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": f"{_VARIABLE}{key}"}}} for key in secrets
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": f"{VARIABLE}{key}"}}} for key in secrets
     ]
     gpus = {options.gpu_resource: str(options.gpus)} if options.gpus else {}
     amounts = {"cpu": options.cpus, "memory": options.memory, **gpus, **options.resources}

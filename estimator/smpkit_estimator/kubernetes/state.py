@@ -141,8 +141,8 @@ def _restarts(pods: Iterable[Object]) -> list[datetime]:
         end = _end(pod)
         if end is not None and (end["exitCode"] in _RESTARTED or _disrupted(pod)):
             ends.setdefault(host_of(pod), []).append(_time(end.get("finishedAt")) or _EARLY)
-    most = max(map(len, ends.values()), default=0)
-    return next((sorted(times) for times in ends.values() if len(times) == most), [])
+    longest: list[datetime] = max(ends.values(), key=len, default=[])
+    return sorted(longest)
 
 
 def _disrupted(pod: Object) -> bool:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,9 +20,9 @@ from smpkit.config.backend import Slurm
 from smpkit.config.confidential import HIDDEN, hide_in_line, masked
 from smpkit.config.job import Checkpoints, JobConfig
 from smpkit.config.section import KeyPath
-from smpkit.config.wire import TOKEN_FILE
 from smpkit.errors import CloudError, Problem, UnreachableError
 from smpkit.modules import module_command
+from smpkit.units import things
 from smpkit_estimator import scheduled
 from smpkit_estimator.backend import (
     Access,
@@ -30,15 +31,18 @@ from smpkit_estimator.backend import (
     LogLine,
     Plan,
     Query,
+    StandIns,
     base_name,
     in_doubt,
     preparing,
     refuse,
     run_below,
     tried,
+    undone_if_refused,
     unique_name,
 )
 from smpkit_estimator.checkpoints import newest_in_folder
+from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.local import local_inputs, local_secrets
 from smpkit_estimator.scheduled import limit_of
 from smpkit_estimator.slurm.folder import (
@@ -77,36 +81,23 @@ class SlurmCluster:
         except CloudError:
             return "Slurm, which does not answer"
 
-    def plan(
-        self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False, script_only: bool = False
-    ) -> Plan:
-        notes: list[str] = []
-        settings: Mapping[str, str] = {}
-        try:
-            settings = controller_settings()
-        except CloudError as error:
-            if not dry:
-                raise
-            notes.append(f"{error.message}: `KillWait` is taken as 30 s")
+    def plan(self, job: JobConfig, folder: Path, *, name: str | None = None, dry: bool = False) -> Plan:
+        unknown = StandIns(dry)
+        settings: Mapping[str, str] = unknown.get(controller_settings, {}, ": `KillWait` is taken as 30 s")
         problems: list[Problem] = []
-        sources = job_sources(job, folder, problems, script_only=script_only)
+        sources = job_sources(job, folder, problems, instead_of_s3="name a local folder")
         inputs = dict(local_inputs(job, folder, problems))
         hidden = dict(local_secrets(job, problems))
         absolute = _with_absolute_places(job, folder, inputs)
         chosen = name or unique_name(job.name, self.clock.now())
-        return _plan(absolute, chosen, settings, hidden, problems=problems, notes=notes, sources=sources)
+        return _plan(absolute, chosen, settings, hidden, problems=problems, notes=unknown.notes, sources=sources)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         run: Run = plan.payload
         with preparing():
             make_run(run, self.clock.now())
-        try:
+        with undone_if_refused(lambda: unmake_run(run.folder)):
             number = self._sent(run.folder)
-        except UnreachableError:
-            raise  # it may have been started, and needs its folder
-        except CloudError:
-            unmake_run(run.folder)
-            raise
         write_json(run.folder / "slurm.json", {"id": number})
         return {"name": plan.name, "arn": f"slurm:{run.cluster}/{number}", "id": number, "folder": str(run.folder)}
 
@@ -152,7 +143,7 @@ class SlurmCluster:
         job = scheduled.job_again(kept, changes, machine="backend.slurm.partition")
         checkpoints = Checkpoints(uri=str((old / "checkpoints").resolve()))
         job = job.model_copy(update={"checkpoints": checkpoints})
-        variables = read_json(old / "variables.json") or {}
+        variables = read_json(old / "variables.json")
         hidden = {key: variables[key] for key in job.secrets if key in variables}
         chosen = new_name or unique_name(base_name(name), self.clock.now())
         return _plan(job, chosen, controller_settings(), hidden, code=old / "code")
@@ -193,7 +184,7 @@ def _plan(
         hidden: the variables that are secrets.
         code: the sources of a run that this one goes on from; `sources` are packed otherwise.
     """
-    options, count = job.backend.slurm, job.compute.instance_count
+    options = job.backend.slurm
     problems = [*_not_for_slurm(job, name), *problems]
     runtime = _container_runtime(options, job.image, problems)
     refuse(problems, "Slurm")
@@ -217,27 +208,26 @@ def _plan(
         interface=options.interface,
     )
     variables |= {names.STOP_FILE: str(run / "stopped"), "SMPKIT_LOG_TIMES": "1"}
-    files = scheduled.config_files(job, name, str(run / "code"))
-    files["hyperparameters"][TOKEN_FILE] = json.dumps(str(run / "token"))
+    sent = hyperparameters(
+        job, submit_directory=str(run / "code"), job_name=name, launcher="torchrun", token_file=str(run / "token")
+    )
+    files = scheduled.config_files(job, sent)
+    shown_script = "\n".join(map(hide_in_line, script.split("\n")))
     shown = {
-        "script": "\n".join(map(hide_in_line, script.split("\n"))),
-        "folder": str(run),
         **scheduled.shown_files(files),
+        "variables": {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)},
     }
-    shown["variables"] = {**masked("", variables), **dict.fromkeys(hidden, HIDDEN)}
-    lines = [shown["script"]]
-    for file in ("hyperparameters", "inputdataconfig", "variables"):
-        text = json.dumps(shown[file], indent=2, ensure_ascii=False)
-        lines += [f"# {file}.json", *(f"# {line}" for line in text.splitlines()), ""]
+    texts = {file: json.dumps(content, indent=2, ensure_ascii=False) for file, content in shown.items()}
+    comments = [f"# {file}.json\n{textwrap.indent(text, '# ')}\n" for file, text in texts.items()]
     cluster = settings.get("ClusterName", "")
     return Plan(
         name=name,
-        machines=f"{count} node{'s' * (count != 1)}{f' of {options.partition}' if options.partition else ''}",
-        shown=shown,
+        machines=things(job.compute.instance_count, "node") + (f" of {options.partition}" if options.partition else ""),
+        shown={"script": shown_script, "folder": str(run), **shown},
         payload=Run(run, script, job, files, {**variables, **hidden}, inputs, cluster, sources, code),
         max_seconds=None if options.time else scheduled.limit_of(job),
         notes=(*notes, *_notes(job, settings)),
-        script="\n".join(lines),
+        script="\n".join([shown_script, *comments]),
     )
 
 
@@ -344,36 +334,34 @@ def batch_script(job: JobConfig, run: Path, around: Sequence[str], command: Sequ
         *("--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"),
         *around,
     ]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in _sbatch_options(job, run)),
-            "",
-            f"run={shlex.quote(str(run))}",
-            "began=$(date +%s)",
-            'trap \'echo "$? ${SLURM_RESTART_COUNT:-0} $began $(date +%s)" > "$run/ended"\' EXIT',
-            '[ ! -e "$run/stopped" ] || exit 0',
-            *options.setup,
-            'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")',
-            "address=$(scontrol --oneliner show node \"${hosts%% *}\" | grep -o ' NodeAddr=[^ ]*')",
-            f'export {names.HOSTS}="$hosts" {names.FIRST_HOST}="${{address#*=}}"',
-            f'export {names.VARIABLES}="$run/variables.json"',
-            # Below those that systems give to outgoing connections; jobs that share a node do not meet at one port.
-            f"export {names.PORT}=$((12000 + 2 * (SLURM_JOB_ID % 10000)))",
-            'attempt="$run/logs/${SLURM_RESTART_COUNT:-0}"',
-            'echo "$hosts" > "$attempt.hosts"',
-            f'{shlex.join(srun)} --output="$attempt-%n.log" {shlex.join(command)}',  # `%n` is the number of the node
-            "code=$?",
-            # SIGTERM ended it: the job was preempted with a time of grace, or somebody stopped it. After the request to
-            # queue it again, Slurm ends this script, which must not end before with a code of its own.
-            f'if [ "$code" = {names.STOPPED} ]; then',
-            '  [ ! -e "$run/stopped" ] || exit 0',
-            *(['  scontrol requeue "$SLURM_JOB_ID" && sleep 60'] if options.requeue else []),
-            "fi",
-            'exit "$code"',
-            "",
-        ]
-    )
+    sbatch = "\n".join(f"#SBATCH {option}" for option in _sbatch_options(job, run))
+    setup = "".join(f"{line}\n" for line in options.setup)
+    requeue = '  scontrol requeue "$SLURM_JOB_ID" && sleep 60\n' if options.requeue else ""
+    return f"""\
+#!/bin/bash
+{sbatch}
+
+run={shlex.quote(str(run))}
+began=$(date +%s)
+trap 'echo "$? ${{SLURM_RESTART_COUNT:-0}} $began $(date +%s)" > "$run/ended"' EXIT
+[ ! -e "$run/stopped" ] || exit 0
+{setup}hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\\n" " ")
+address=$(scontrol --oneliner show node "${{hosts%% *}}" | grep -o ' NodeAddr=[^ ]*')
+export {names.HOSTS}="$hosts" {names.FIRST_HOST}="${{address#*=}}" {names.VARIABLES}="$run/variables.json"
+# Below the ports of outgoing connections; jobs that share a node do not meet at one port.
+export {names.PORT}=$((12000 + 2 * (SLURM_JOB_ID % 10000)))
+attempt="$run/logs/${{SLURM_RESTART_COUNT:-0}}"
+echo "$hosts" > "$attempt.hosts"
+# %n is the number of the node.
+{shlex.join(srun)} --output="$attempt-%n.log" {shlex.join(command)}
+code=$?
+# SIGTERM ended it: the job was preempted with a time of grace, or somebody stopped it. After the request to queue it
+# again, Slurm ends this script, which must not end before with a code of its own.
+if [ "$code" = {names.STOPPED} ]; then
+  [ ! -e "$run/stopped" ] || exit 0
+{requeue}fi
+exit "$code"
+"""
 
 
 def _cpus(job: JobConfig) -> int | None:

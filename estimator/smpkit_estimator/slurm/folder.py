@@ -24,6 +24,7 @@ import re
 import secrets
 import shlex
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -112,8 +113,9 @@ def _fill_run(run: Run, now: datetime) -> None:
     named = named_places(run.job)
     results = {part: named.get(part, folder / part) for part in ("model", "output/data", "checkpoints")}
     make_tree(folder, results, run.inputs, run.files)
-    _private(folder / "token", secrets.token_hex(32))
-    _private(folder / "variables.json", json.dumps(dict(run.variables)))
+    for file, text in (("token", secrets.token_hex(32)), ("variables.json", json.dumps(dict(run.variables)))):
+        (folder / file).touch(mode=0o600, exist_ok=False)
+        (folder / file).write_text(text, encoding="utf-8")
     if run.sources is not None:
         _copy(run.sources, folder / "code")
     elif run.code is not None:
@@ -130,11 +132,6 @@ def unmake_run(run: Path) -> None:
     shutil.rmtree(run, ignore_errors=True)
 
 
-def _private(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
 def _copy(sources: Sources, code: Path) -> None:
     """Copy what elsewhere goes into an archive: no secrets, and files in place of links."""
     for entry in sources.entries:
@@ -144,13 +141,13 @@ def _copy(sources: Sources, code: Path) -> None:
         target.chmod(0o755 if entry.executable else 0o644)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return what a file holds; None if it is missing or half written."""
-    try:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a file holds; empty if it is missing or half written."""
+    with contextlib.suppress(OSError, ValueError):
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -162,15 +159,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def kept_job(run: Path) -> dict[str, Any]:
     """Return what `job.json` holds: the job file, when it was sent, and to which cluster."""
-    kept = read_json(run / "job.json") or {}
-    try:
+    kept = read_json(run / "job.json")
+    with contextlib.suppress(KeyError, TypeError, ValueError):
         datetime.fromisoformat(kept["created"])
-        whole = isinstance(kept["job"], dict)
-    except (KeyError, TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {shlex.quote(str(run))}` forgets the job")
-    return kept
+        if isinstance(kept["job"], dict):
+            return kept
+    raise CloudError(f"{run / 'job.json'} is damaged", hint=f"`rm -r {shlex.quote(str(run))}` forgets the job")
 
 
 _STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6})Z (.*)", re.DOTALL)
@@ -186,8 +180,7 @@ def run_log(run: Path, since: datetime | None, tail: int | None) -> Iterator[lis
                 streams[path.name] = _Stream(path, _node_of(path), began)
         lines: list[LogLine] = []
         for stream in streams.values():
-            fresh = [line for line in stream.read() if since is None or line.time >= since]
-            lines += fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]
+            lines += deque((line for line in stream.read() if since is None or line.time >= since), maxlen=tail)
         tail = None
         yield merged(lines)
 

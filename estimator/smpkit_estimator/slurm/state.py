@@ -65,7 +65,7 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
     Args:
         known: all that the controller remembers, if it was asked for that.
     """
-    sent = read_json(run / "slurm.json") or {}
+    sent = read_json(run / "slurm.json")
     number = str(sent["id"]) if "id" in sent else id_by_name(run.name)
     if number is None:  # `smpkit submit` ended before it could keep it
         number = "unknown"
@@ -82,6 +82,7 @@ def record_of(run: Path, known: Mapping[str, Record] | None = None) -> Record:
 
 
 def _left(run: Path, number: str) -> Record | None:
+    """Return the end that a run's batch script has left; None if it was killed before it could."""
     try:
         code, restarts, began, ended = map(int, (run / "ended").read_text().split())
         started, over = (datetime.fromtimestamp(seconds, timezone.utc) for seconds in (began, ended))
