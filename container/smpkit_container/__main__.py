@@ -266,7 +266,9 @@ def unpack(archive: Path, folder: Path) -> None:
             # `_check` is stricter; but Python 3.12 and 3.13 warn where none is chosen, and old 3.10 and 3.11 have none.
             tar.extraction_filter = getattr(tarfile, "data_filter", None)
             members = tar.getmembers()
-            _read_to_the_end(tar)
+            assert tar.fileobj is not None
+            while tar.fileobj.read(_CHUNK_BYTES):  # to the checksum, which follows the last member, where tarfile stops
+                pass
             for member in members:
                 _check(member)
             if sum(member.size for member in members) > MAX_UNPACKED_BYTES:
@@ -302,13 +304,6 @@ def _check(member: tarfile.TarInfo) -> None:
         raise LaunchError(f"the source archive holds `{member.name}`, which leads out of its folder")
     if not (member.isfile() or member.isdir()):
         raise LaunchError(f"the source archive holds `{member.name}`, which is neither a file nor a folder")
-
-
-def _read_to_the_end(tar: tarfile.TarFile) -> None:
-    """Read to the end of the archive: the checksum follows the last member, where `tarfile` stops."""
-    assert tar.fileobj is not None
-    while tar.fileobj.read(_CHUNK_BYTES):
-        pass
 
 
 if __name__ == "__main__":
