@@ -186,8 +186,11 @@ def described_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
 def lay_out(environ: Mapping[str, str]) -> dict[str, str]:
     """Make what the launcher reads below its base folder; return its variables, with those of the job's file."""
     variables = dict(environ)
-    if environ.get(names.VARIABLES):
-        variables |= _variables(Path(environ[names.VARIABLES]))
+    if path := environ.get(names.VARIABLES):
+        try:
+            variables |= {name: str(value) for name, value in json.loads(Path(path).read_bytes()).items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise LaunchError(f"the job's variables {path} cannot be read: {error}") from None
     host = described_hosts(variables)["current_host"]
     base = Path(variables["SMPKIT_BASE_DIR"].replace("{host}", host))
     (base / "output").mkdir(parents=True, exist_ok=True)
@@ -201,13 +204,6 @@ def lay_out(environ: Mapping[str, str]) -> dict[str, str]:
             uri = f"{variables[names.CONFIG]}/{name}"
             fetch(uri, config / name, "the description of the job", variables.get("AWS_REGION"))
     return {**variables, "SMPKIT_BASE_DIR": str(base)}
-
-
-def _variables(path: Path) -> dict[str, str]:
-    try:
-        return {name: str(value) for name, value in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise LaunchError(f"the job's variables {path} cannot be read: {error}") from None
 
 
 def _link(link: Path, target: Path, *, is_result: bool) -> None:
