@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 LINK = "SMPKIT_RANK_LINK"
 """Three descriptors: where the rank reports what it raised, where it writes its stack, and its life line."""
@@ -216,31 +216,26 @@ def _install_debugger(environ: Mapping[str, str]) -> _AfterError | None:
     if environ.get("RANK", "0") != rank:
         sys.breakpointhook = lambda *_, **__: None  # the other ranks have no terminal
         return None
-    screen = open(terminal, encoding="utf-8"), open(terminal, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - they stay
-    screen[1].write(f"\nbreakpoint() and errors of rank {rank} open the debugger here; the other ranks wait\n")
-    screen[1].flush()
+    import pdb  # noqa: T100 - half of what a rank's start takes
+
+    keys, screen = open(terminal, encoding="utf-8"), open(terminal, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    screen.write(f"\nbreakpoint() and errors of rank {rank} open the debugger here; the other ranks wait\n")
+    screen.flush()
+    debugger = pdb.Pdb(stdin=keys, stdout=screen, nosigint=True)
+    debugger.prompt = f"(Pdb rank {rank}) "
 
     def stop(*_: object, **__: object) -> None:
-        _debugger(screen, rank).set_trace(sys._getframe(1))
+        debugger.set_trace(sys._getframe(1))
 
     def after_error(error: BaseException) -> None:
         if isinstance(error, (SystemExit, KeyboardInterrupt)) or error.__traceback__ is None:
             return
-        screen[1].write(f"\nrank {rank}: {type(error).__name__}: {error}\n")
-        debugger = _debugger(screen, rank)
+        screen.write(f"\nrank {rank}: {type(error).__name__}: {error}\n")
         debugger.reset()
         debugger.interaction(None, error.__traceback__)
 
     sys.breakpointhook = stop
     return after_error
-
-
-def _debugger(screen: tuple[TextIO, TextIO], rank: str) -> Any:
-    import pdb  # noqa: T100 - half of what a rank's start takes
-
-    debugger = pdb.Pdb(stdin=screen[0], stdout=screen[1], nosigint=True)
-    debugger.prompt = f"(Pdb rank {rank}) "
-    return debugger
 
 
 if __name__ == "__main__":
