@@ -105,10 +105,8 @@ class _StandIns:
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         if name not in ("amp_C", "apex", "apex_C", "flash_attn", "torch._six"):
             return None
-        place = _STAND_INS.joinpath(*name.split("."))
-        folders = [str(place)] if place.is_dir() else None
-        file = place / "__init__.py" if folders else place.with_suffix(".py")
-        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+        folder = _STAND_INS.joinpath(*name.split(".")[:-1])
+        return importlib.machinery.PathFinder.find_spec(name, [str(folder)])
 
 
 _FLAG: Final = (
