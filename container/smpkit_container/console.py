@@ -129,18 +129,23 @@ class Console:
         self._merged_log = f"launcher-{host}" if host else "launcher"
 
     def show(self, rank: int, stream: str, piece: Piece) -> None:
-        """Show one piece of a rank's output."""
+        """Show one piece of a rank's output; of progress, a log gets a line now and then."""
+        prefix, now = f"[rank {rank}] ", self._clock()
+        if self._colour:
+            prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
+        line = f"{prefix}{coloured(piece.text)}"
         if not piece.passing:
             if self._status_rank == rank:
                 self.clear()  # the progress bar ended, or its rank printed something else
             self._keep(f"rank-{rank}", piece.text)
             self._keep(self._merged_log, f"[rank {rank}] {piece.text}")
-            self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
+            self._print(stream, line)
         elif self.is_terminal:
             self._set_status(f"[rank {rank}] {plain(piece.text)}")
             self._status_rank = rank
-        elif self._progress_is_due(rank):
-            self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
+        elif now - self._last_progress.setdefault(rank, now) >= _PROGRESS_SECONDS:
+            self._last_progress[rank] = now
+            self._print(stream, line)
 
     def live(self, text: str) -> None:
         """Say how the run goes: on a terminal in the bottom line, unless a rank's progress bar is there."""
@@ -209,17 +214,6 @@ class Console:
             # Python flushes stdout again at exit, and would report the error again: discard it.
             with open(os.devnull, "wb") as nothing:  # noqa: PTH123
                 os.dup2(nothing.fileno(), self._streams[stream].fileno())
-
-    def _progress_is_due(self, rank: int) -> bool:
-        now = self._clock()
-        due = now - self._last_progress.setdefault(rank, now) >= _PROGRESS_SECONDS
-        if due:
-            self._last_progress[rank] = now
-        return due
-
-    def _prefix(self, rank: int) -> str:
-        prefix = f"[rank {rank}] "
-        return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m" if self._colour else prefix
 
 
 _TERMINAL_SECONDS: Final = 0.5
