@@ -41,7 +41,7 @@ class Folders:
     """The places below the base folder, named as on the platform."""
 
     def __init__(self, base: Path) -> None:
-        self.base, self.code, self.model = base, base / "code", base / "model"
+        self.code, self.model = base / "code", base / "model"
         self.input, self.config, self.data = base / "input", base / "input" / "config", base / "input" / "data"
         self.output, self.failure = base / "output", base / "output" / "failure"
         self.intermediate, self.output_data = self.output / "intermediate", self.output / "data"
