@@ -144,10 +144,8 @@ class Groups:
 
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
-        groups = [
-            *(*self._by_ranks.values(), *chain.from_iterable(self._for_messages.values())),
-            *(*self._padding_groups, *self._of_all.values()),
-        ]
+        messages = chain.from_iterable(self._for_messages.values())
+        groups = [*self._by_ranks.values(), *messages, *self._padding_groups, *self._of_all.values()]
         world = dist.group.WORLD
         return groups if world is None or world in groups else [world, *groups]
 
