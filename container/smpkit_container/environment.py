@@ -194,10 +194,8 @@ def count_gpus(environ: Mapping[str, str], command: tuple[str, ...] = ("nvidia-s
         return 1
     chosen: list[int] = []
     for entry in (entry.strip() for entry in visible.split(",")):
-        if entry.isascii() and entry.isdigit():
-            named = [int(entry)] if int(entry) < len(gpus) else []
-        else:
-            named = [gpu for gpu, uuid in enumerate(gpus) if entry.startswith("GPU-") and uuid.startswith(entry)]
+        is_uuid = entry.startswith("GPU-")
+        named = [gpu for gpu, uuid in enumerate(gpus) if entry == str(gpu) or (is_uuid and uuid.startswith(entry))]
         if len(named) != 1:
             break
         chosen += named
