@@ -42,7 +42,7 @@ class RankError:
     """What Python prints last: class and text."""
     traceback: str
     chain: Sequence[str] = ()
-    """The exception and what it was raised from, each as `class: text`."""
+    """The texts of the exception and of what it was raised from, each as Python prints it: `class: text`."""
     frames: Sequence[tuple[str, int, str]] = ()
     """File, line and function, innermost last."""
     hint: str | None = None
@@ -52,8 +52,9 @@ class RankError:
     @property
     def is_consequence(self) -> bool:
         """Whether it says only that another rank is gone or silent."""
-        links = self.chain or (f"{self.name}: {self.message}",)
-        return any(link.partition(": ")[0] in _CONSEQUENCE_NAMES or _CONSEQUENCE_TEXT.search(link) for link in links)
+        return any(
+            text.partition(": ")[0] in _CONSEQUENCE_NAMES or _CONSEQUENCE_TEXT.search(text) for text in self.chain
+        )
 
 
 @dataclass(frozen=True)
