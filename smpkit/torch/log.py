@@ -107,17 +107,13 @@ def log(values: Mapping[str, Any], step: int | None = None, *, mean_over: CommGr
         return
     if step is not None and step < 0:
         raise UsageError(f"smp.log was given the step {step!r}", hint="it is a number from 0")
-    numbers = _numbers(values)
+    if not isinstance(values, Mapping):
+        raise UsageError(f"smp.log was given a {type(values).__name__}", hint='it takes names: smp.log({"loss": loss})')
+    numbers = {str(name): _number(str(name), value) for name, value in values.items()}
     if mean_over is not None:
         numbers = _averaged(numbers, mean_over)
     if rank == 0:
         _log.take(numbers, step)
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    if not isinstance(values, Mapping):
-        raise UsageError(f"smp.log was given a {type(values).__name__}", hint='it takes names: smp.log({"loss": loss})')
-    return {str(name): _number(str(name), value) for name, value in values.items()}
 
 
 def _number(name: str, value: Any) -> float:
