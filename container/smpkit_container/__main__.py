@@ -186,8 +186,11 @@ def described_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
 def lay_out(environ: Mapping[str, str]) -> dict[str, str]:
     """Make what the launcher reads below its base folder; return its variables, with those of the job's file."""
     variables = dict(environ)
-    if environ.get(names.VARIABLES):
-        variables |= _variables(Path(environ[names.VARIABLES]))
+    if path := environ.get(names.VARIABLES):
+        try:
+            variables |= {name: str(value) for name, value in json.loads(Path(path).read_bytes()).items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise LaunchError(f"the job's variables {path} cannot be read: {error}") from None
     host = described_hosts(variables)["current_host"]
     base = Path(variables["SMPKIT_BASE_DIR"].replace("{host}", host))
     (base / "output").mkdir(parents=True, exist_ok=True)
@@ -201,13 +204,6 @@ def lay_out(environ: Mapping[str, str]) -> dict[str, str]:
             uri = f"{variables[names.CONFIG]}/{name}"
             fetch(uri, config / name, "the description of the job", variables.get("AWS_REGION"))
     return {**variables, "SMPKIT_BASE_DIR": str(base)}
-
-
-def _variables(path: Path) -> dict[str, str]:
-    try:
-        return {name: str(value) for name, value in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise LaunchError(f"the job's variables {path} cannot be read: {error}") from None
 
 
 def _link(link: Path, target: Path, *, is_result: bool) -> None:
@@ -266,7 +262,9 @@ def unpack(archive: Path, folder: Path) -> None:
             # `_check` is stricter; but Python 3.12 and 3.13 warn where none is chosen, and old 3.10 and 3.11 have none.
             tar.extraction_filter = getattr(tarfile, "data_filter", None)
             members = tar.getmembers()
-            _read_to_the_end(tar)
+            assert tar.fileobj is not None
+            while tar.fileobj.read(_CHUNK_BYTES):  # to the checksum, which follows the last member, where tarfile stops
+                pass
             for member in members:
                 _check(member)
             if sum(member.size for member in members) > MAX_UNPACKED_BYTES:
@@ -302,13 +300,6 @@ def _check(member: tarfile.TarInfo) -> None:
         raise LaunchError(f"the source archive holds `{member.name}`, which leads out of its folder")
     if not (member.isfile() or member.isdir()):
         raise LaunchError(f"the source archive holds `{member.name}`, which is neither a file nor a folder")
-
-
-def _read_to_the_end(tar: tarfile.TarFile) -> None:
-    """Read to the end of the archive: the checksum follows the last member, where `tarfile` stops."""
-    assert tar.fileobj is not None
-    while tar.fileobj.read(_CHUNK_BYTES):
-        pass
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from smpkit.config.wire import REGION, SECRETS, TOKEN_FILE
+from smpkit.config.wire import SECRETS, TOKEN_FILE
 from smpkit.errors import ConfigError, LaunchError, Problem
 from smpkit_container.environment import Environment
 from smpkit_container.variables import compact
@@ -108,7 +108,7 @@ def secret_variables(environment: Environment) -> dict[str, str]:
         raise ConfigError([problem], subject="hyperparameters")
     if not wanted:
         return {}
-    region = str(environment.framework.get(REGION) or os.environ.get("AWS_REGION") or "") or None
+    region = environment.region or os.environ.get("AWS_REGION") or None
     texts: dict[str, str] = {}
     variables = {}
     for name, place in wanted.items():

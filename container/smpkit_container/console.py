@@ -25,7 +25,7 @@ from unicodedata import east_asian_width
 from smpkit.config.words import coloured, duration, plain
 from smpkit.observe.runs import LOGS
 from smpkit.observe.status import RankStatus, read_status
-from smpkit.units import amount, seconds
+from smpkit.units import amount, seconds, things
 
 _PROGRESS_SECONDS = 10.0
 """In a log, a rank's progress bar gives at most one line in this time."""
@@ -50,42 +50,30 @@ class LineSplitter:
     """
 
     def __init__(self, max_bytes: int = 4 * 2**20) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._unfinished = b""
         self._max_bytes = max_bytes
-        self._overwritten = False
 
     def feed(self, data: bytes) -> list[Piece]:
         """Add `data`; return the lines that became whole, and last, if it is one, the present progress update."""
         *ended, rest = data.split(b"\n")
-        pieces = [Piece(_last_version(self._take() + part)) for part in ended]
-        if rest:
-            self._parts.append(rest)
-            self._size += len(rest)
-            self._overwritten = self._overwritten or b"\r" in rest
-        if self._overwritten and rest:
-            pieces += self._progress()
-        if self._size > self._max_bytes:
-            pieces.append(Piece(_last_version(self._take())))
+        pieces = []
+        for part in ended:
+            pieces.append(Piece(_last_version(self._unfinished + part)))
+            self._unfinished = b""
+        self._unfinished += rest
+        if rest and b"\r" in self._unfinished:
+            # Forget the versions before this one, but not its carriage return: what follows is an update, too.
+            self._unfinished = self._unfinished[max(0, self._unfinished.rstrip(b"\r").rfind(b"\r")) :]
+            if text := _last_version(self._unfinished):
+                pieces.append(Piece(text, passing=True))
+        if len(self._unfinished) > self._max_bytes:
+            pieces += self.close()
         return pieces
 
     def close(self) -> list[Piece]:
         """Return what was left without an end of line."""
-        rest = self._take()
+        rest, self._unfinished = self._unfinished, b""
         return [Piece(_last_version(rest))] if rest.strip(b"\r") else []
-
-    def _take(self) -> bytes:
-        taken = b"".join(self._parts)
-        self._parts, self._size, self._overwritten = [], 0, False
-        return taken
-
-    def _progress(self) -> list[Piece]:
-        """Return the visible version of an unfinished, overwritten line, and forget the versions before it."""
-        raw = self._take()
-        kept = raw[raw.rstrip(b"\r").rfind(b"\r") + 1 :]
-        self._parts, self._size, self._overwritten = [kept], len(kept), True
-        text = _last_version(kept)
-        return [Piece(text, passing=True)] if text else []
 
 
 def _last_version(raw: bytes) -> str:
@@ -112,7 +100,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._streams = {"out": out, "err": err}
-        self._terminal, self._colour, self._stamped = terminal, colour, stamped
+        self.is_terminal, self._colour, self._stamped = terminal, colour, stamped
         self._clock = clock
         self._status = ""
         self._status_rank = -1
@@ -131,10 +119,6 @@ class Console:
         colour = terminal and not environ.get("NO_COLOR")
         return cls(sys.stdout.buffer, sys.stderr.buffer, terminal=terminal, colour=colour, stamped=stamped)
 
-    @property
-    def is_terminal(self) -> bool:
-        return self._terminal
-
     def keep_logs(self, run: Path, host: str = "") -> None:
         """Keep lines in the folder of a run, too: a file for each rank, and one of everything as it was shown.
 
@@ -145,22 +129,27 @@ class Console:
         self._merged_log = f"launcher-{host}" if host else "launcher"
 
     def show(self, rank: int, stream: str, piece: Piece) -> None:
-        """Show one piece of a rank's output."""
+        """Show one piece of a rank's output; of progress, a log gets a line now and then."""
+        prefix, now = f"[rank {rank}] ", self._clock()
+        if self._colour:
+            prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
+        line = f"{prefix}{coloured(piece.text)}"
         if not piece.passing:
             if self._status_rank == rank:
                 self.clear()  # the progress bar ended, or its rank printed something else
             self._keep(f"rank-{rank}", piece.text)
             self._keep(self._merged_log, f"[rank {rank}] {piece.text}")
-            self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
-        elif self._terminal:
+            self._print(stream, line)
+        elif self.is_terminal:
             self._set_status(f"[rank {rank}] {plain(piece.text)}")
             self._status_rank = rank
-        elif self._progress_is_due(rank):
-            self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
+        elif now - self._last_progress.setdefault(rank, now) >= _PROGRESS_SECONDS:
+            self._last_progress[rank] = now
+            self._print(stream, line)
 
     def live(self, text: str) -> None:
         """Say how the run goes: on a terminal in the bottom line, unless a rank's progress bar is there."""
-        if not self._terminal:
+        if not self.is_terminal:
             self.say(text)
         elif self._status_rank < 0 or not self._status:
             self._set_status(text)
@@ -226,17 +215,6 @@ class Console:
             with open(os.devnull, "wb") as nothing:  # noqa: PTH123
                 os.dup2(nothing.fileno(), self._streams[stream].fileno())
 
-    def _progress_is_due(self, rank: int) -> bool:
-        now = self._clock()
-        due = now - self._last_progress.setdefault(rank, now) >= _PROGRESS_SECONDS
-        if due:
-            self._last_progress[rank] = now
-        return due
-
-    def _prefix(self, rank: int) -> str:
-        prefix = f"[rank {rank}] "
-        return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m" if self._colour else prefix
-
 
 _TERMINAL_SECONDS: Final = 0.5
 _LOG_SECONDS: Final = (15.0, 45.0, 120.0, 300.0, 600.0)
@@ -287,9 +265,9 @@ def line_of(ranks: Sequence[int], num_started: int, known: Mapping[int, RankStat
     step = min((page.step for page in known.values()), default=-1)
     if len(known) < num_ranks:
         ready = f", {len(known)} ready" if known else ""
-        return f"{num_ranks} rank{'s' * (num_ranks != 1)} up, importing{ready}{after}"
+        return f"{things(num_ranks, 'rank')} up, importing{ready}{after}"
     if step < 0:
-        return f"{num_ranks} rank{'s' * (num_ranks != 1)} ready, no step yet{after}"
+        return f"{things(num_ranks, 'rank')} ready, no step yet{after}"
     if step == 0:
         return f"step 0, the first one: it traces and plans{after}"
     # Steps that train, as in the block at the end: evaluations would be counted in `step`, too.

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Folders:
     """The places below the base folder, named as on the platform."""
 
     def __init__(self, base: Path) -> None:
-        self.base, self.code, self.model = base, base / "code", base / "model"
+        self.code, self.model = base / "code", base / "model"
         self.input, self.config, self.data = base / "input", base / "input" / "config", base / "input" / "data"
         self.output, self.failure = base / "output", base / "output" / "failure"
         self.intermediate, self.output_data = self.output / "intermediate", self.output / "data"
@@ -115,24 +115,15 @@ class Environment:
         resources = _resources(dict(hosts or _read(folders, "resourceconfig", problems)), problems)
         channels = _read(folders, "inputdataconfig", problems)
         checkpoint = _read(folders, "checkpointconfig", problems)
-        problems += _unpassable(values)
-        problems += _unknown(values)
-        if not isinstance(values.get(MP_PARAMETERS, {}), dict):
-            problems.append(Problem(("hyperparameters", MP_PARAMETERS), "must be a JSON object"))
+        problems += _refused(values)
         if problems:
             raise ConfigError(problems, subject=f"job files in {folders.config}")
-        own = {
-            name: value
-            for name, value in values.items()
-            if name.startswith(_FRAMEWORK_PREFIX) or name == _TUNING_METRIC
-        }
-        from_variables = {
-            name: environ[variable] for name, variable in _FROM_VARIABLES.items() if environ.get(variable)
-        }
-        framework = {**from_variables, **own}
+        framework = {name: environ[variable] for name, variable in _FROM_VARIABLES.items() if environ.get(variable)}
+        for name in [name for name in values if name.startswith(_FRAMEWORK_PREFIX) or name == _TUNING_METRIC]:
+            framework[name] = values.pop(name)
         return cls(
             folders=folders,
-            hyperparameters={name: value for name, value in values.items() if name not in own},
+            hyperparameters=values,
             framework=framework,
             resources=resources,
             channels=channels,
@@ -203,10 +194,8 @@ def count_gpus(environ: Mapping[str, str], command: tuple[str, ...] = ("nvidia-s
         return 1
     chosen: list[int] = []
     for entry in (entry.strip() for entry in visible.split(",")):
-        if entry.isascii() and entry.isdigit():
-            named = [int(entry)] if int(entry) < len(gpus) else []
-        else:
-            named = [gpu for gpu, uuid in enumerate(gpus) if entry.startswith("GPU-") and uuid.startswith(entry)]
+        is_uuid = entry.startswith("GPU-")
+        named = [gpu for gpu, uuid in enumerate(gpus) if entry == str(gpu) or (is_uuid and uuid.startswith(entry))]
         if len(named) != 1:
             break
         chosen += named
@@ -243,34 +232,23 @@ def _decoded(value: Any) -> Any:
         return value
 
 
-def _unpassable(values: Mapping[str, Any]) -> list[Problem]:
-    """Find what no operating system can pass on as an argument or variable."""
-    return [
-        Problem(("hyperparameters", name), "holds a NUL character, which cannot be passed to a process")
-        for name, value in values.items()
-        if "\0" in name or (isinstance(value, str) and "\0" in value)
-    ]
-
-
-def _unknown(values: Mapping[str, Any]) -> list[Problem]:
-    """Refuse what other versions of smpkit, and other images, do with hyperparameters of these names."""
-    problems = [
-        Problem(
-            ("hyperparameters", name),
-            "is not known to the smpkit in this image",
-            "submit the job with the same version of smpkit as the image has",
-        )
-        for name in values
-        if name.startswith(_OUR_PREFIX) and name not in _OURS
-    ]
-    if _LIVE_OUTPUT in values:
-        what = "asks for uploads of `output/intermediate` while the job runs, which smpkit does not do"
-        hint = "let the script write to `checkpoints`, which SageMaker uploads as the job runs"
-        problems.append(Problem(("hyperparameters", _LIVE_OUTPUT), what, hint))
-    if values.get(INSTANCE_GROUPS):
-        what = "names groups of a job whose machines are of several kinds; smpkit's ranks run on hosts of one kind"
-        problems.append(Problem(("hyperparameters", INSTANCE_GROUPS), what, "submit a job for each kind"))
-    return problems
+def _refused(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what no process can be passed, and what other versions of smpkit, and other images, do with such names."""
+    for name, value in values.items():
+        path = ("hyperparameters", name)
+        if "\0" in name or (isinstance(value, str) and "\0" in value):
+            yield Problem(path, "holds a NUL character, which cannot be passed to a process")
+        if name == MP_PARAMETERS and not isinstance(value, dict):
+            yield Problem(path, "must be a JSON object")
+        if name.startswith(_OUR_PREFIX) and name not in _OURS:
+            hint = "submit the job with the same version of smpkit as the image has"
+            yield Problem(path, "is not known to the smpkit in this image", hint)
+        if name == _LIVE_OUTPUT:
+            what = "asks for uploads of `output/intermediate` while the job runs, which smpkit does not do"
+            yield Problem(path, what, "let the script write to `checkpoints`, which SageMaker uploads as the job runs")
+        if name == INSTANCE_GROUPS and value:
+            what = "names groups of a job whose machines are of several kinds; smpkit's ranks run on hosts of one kind"
+            yield Problem(path, what, "submit a job for each kind")
 
 
 def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:

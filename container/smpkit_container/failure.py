@@ -111,29 +111,22 @@ def write_failure(path: Path, reason: str) -> None:
 def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: Path) -> Failure:
     """Describe a run that ended because a rank failed."""
     end = cause.culprit
-    headline = end.headline
-    notes = _notes(cause, code)
+    story = _story(end)
+    notes = [*_notes(cause, code), *_memory_lines(end)]
+    hints = [f"hint: {hint}" for hint in (_hint_of(end),) if hint]
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
     # A machine alone is called `algo-1` for scripts that ask; who reads the screen sits before it.
     shown = f"rank {end.rank}, exit {end.exit_code}" if topology.single_host else place
-    hint = _hint_of(end)
-    notes += _memory_lines(end)
-    reason = [
-        _cut(plain(headline), _MAX_MESSAGE_CHARACTERS),
-        place,
-        *([f"hint: {hint}"] if hint else []),
-        *notes,
-        *where,
-    ]
+    reason = [_cut(plain(end.headline), _MAX_MESSAGE_CHARACTERS), place, *hints, *notes, *where]
     screen = [
         f"Failed after {duration(outcome.seconds)} ({shown})",
         "",
-        *(f"    {line}" for line in _story(end, headline)),
+        *(f"    {line}" for line in story),
         "",
         *notes,
         *([f"{_ranks(cause.followers)} stopped because of it"] if cause.followers else []),
-        *([f"hint: {hint}"] if hint and f"hint: {hint}" not in _story(end, headline) else []),
+        *(line for line in hints if line not in story),  # Python has printed that of smpkit's own errors
     ]
     return Failure(end.exit_code, _fitted(reason), "\n".join(screen).rstrip())
 
@@ -172,39 +165,38 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float, che
     name = signal.Signals(outcome.stop_signal).name
     unclean = [end for end in outcome.ends if end.status != 0]
     who = _ranks([end.rank for end in unclean])
-    hint: str | None = None
+    hints: list[str] = []
     if not unclean:
         what = "the ranks had not all started"
     elif outcome.overdue:
         what = f"{who} did not end within {grace_seconds:g} s and had to be killed"
-        hint = "save less, save faster, or raise SMPKIT_GRACE_SECONDS where the platform allows it"
+        hints = ["hint: save less, save faster, or raise SMPKIT_GRACE_SECONDS where the platform allows it"]
     elif all(end.status == -signal.SIGKILL for end in unclean):  # by a second Ctrl-C, or for want of memory
         what = f"SIGKILL ended {who} before the script did"
     elif all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in unclean):
         what = f"ended {who}; the script did not handle SIGTERM"
-        hint = "handle SIGTERM in the script to save its state, for example with `smp.stop_requested()`"
+        hints = ["hint: handle SIGTERM in the script to save its state, for example with `smp.stop_requested()`"]
     else:
         what = f"{who} did not end with exit code 0"
-    headline = f"stopped by {name}: {what}"
     exit_code = unclean[0].exit_code if unclean else 143
     if outcome.stop_signal == signal.SIGINT:
         exit_code = 130
-    lines = [headline, f"on {topology.host}", *([f"hint: {hint}"] if hint else [])]
-    screen = [f"{stop_words(outcome, checkpoints)}: {what}", *([f"hint: {hint}"] if hint else [])]
-    return Failure(exit_code, _fitted(lines), "\n".join(screen))
+    reason = [f"stopped by {name}: {what}", f"on {topology.host}", *hints]
+    screen = [f"{stop_words(outcome, checkpoints)}: {what}", *hints]
+    return Failure(exit_code, _fitted(reason), "\n".join(screen))
 
 
 # ---- their words ---------------------------------------------------------------------------------------------------
 
 
-def _story(end: RankEnd, headline: str) -> list[str]:
+def _story(end: RankEnd) -> list[str]:
     """Return what happened in the rank, as Python prints it where it can."""
     if end.error is not None:
         story = end.error.traceback.splitlines()
-        return story if end.error.name != "SystemExit" else [headline, *story[1:-1]]
+        return story if end.error.name != "SystemExit" else [end.headline, *story[1:-1]]
     stack = [f"  {line}" for line in _stack_lines(end.stack, Path())]
     lines = ["its last lines:", *(f"  {line}" for line in end.last_lines)] if end.last_lines else []
-    return [headline, *(["it was here, innermost first:", *stack] if stack else lines)]
+    return [end.headline, *(["it was here, innermost first:", *stack] if stack else lines)]
 
 
 def _notes(cause: RootCause, code: Path) -> list[str]:
@@ -259,10 +251,9 @@ def _frame_lines(end: RankEnd, code: Path) -> list[str]:
     """Return where it happened, innermost first, the user's own files before libraries."""
     if end.error is None:
         return [f"  {line}" for line in _stack_lines(end.stack, code)]
-    frames = list(reversed(end.error.frames))
-    own = [frame for frame in frames if _is_below(frame[0], code)]
-    others = [frame for frame in frames if not _is_below(frame[0], code)]
-    return [f'  File "{_short(file, code)}", line {line}, in {function}' for file, line, function in own + others]
+    innermost_first = end.error.frames[::-1]
+    frames = sorted(innermost_first, key=lambda frame: not _is_below(frame[0], code))
+    return [f'  File "{_short(file, code)}", line {line}, in {function}' for file, line, function in frames]
 
 
 def _stack_lines(stack: str, code: Path) -> list[str]:

@@ -19,6 +19,7 @@ from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
 from smpkit.observe.runs import RUN_DIR, SUMMARY
 from smpkit.observe.summary import RankSummary, RunSummary, Split, SummaryError, read_summary, write_summary
+from smpkit.units import things
 from smpkit_container.aws import digest, job_token
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment
@@ -81,8 +82,7 @@ class _Launch:
         self._console = console
         self._run = Path(environ[RUN_DIR]) if environ.get(RUN_DIR) else None
         if self._run is not None:
-            host = self.topology.host
-            console.keep_logs(self._run, "" if self.topology.node_rank == 0 else host)
+            console.keep_logs(self._run, "" if self.topology.node_rank == 0 else self.topology.host)
         self._environ = with_smdistributed(environment, environ, console)
         self._mpi_options = str(environment.framework.get(MPI_OPTIONS) or "")
         self._token = job_token(environment)
@@ -246,7 +246,7 @@ def gpu_notice(environment: Environment, topology: Topology, environ: Mapping[st
         return ""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible})"
-    return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}{why}, over gloo, which is slower than nccl"
+    return f"{ranks} ranks share {things(gpus, 'GPU')}{why}, over gloo, which is slower than nccl"
 
 
 def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
@@ -255,15 +255,11 @@ def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
     problems = []
     for name in ("grace", "settle", "start"):
         variable = f"SMPKIT_{name.upper()}_SECONDS"
-        text = environ.get(variable)
-        if not text:
-            continue
-        try:
-            seconds[name] = float(text)
-        except ValueError:
-            seconds[name] = -1
-        if not 0 <= seconds[name] < float("inf"):
-            problems.append(Problem(("environment", variable), f"must be a number of seconds, got `{text}`"))
+        if text := environ.get(variable):
+            with contextlib.suppress(ValueError):
+                seconds[name] = float(text)
+            if not 0 <= seconds.get(name, -1) < float("inf"):
+                problems.append(Problem(("environment", variable), f"must be a number of seconds, got `{text}`"))
     if problems:
         raise ConfigError(problems, subject="environment")
     return Timeouts(**seconds)

@@ -244,9 +244,9 @@ def _join(
             answer_challenge(connection, token)
             deliver_challenge(connection, token)
             connection.send_bytes(json.dumps([topology.node_rank, facts]).encode())
-            _bound(connection, socket.SO_RCVTIMEO, max(_RETRY_SECONDS, deadline - time.monotonic()))
+            if not connection.poll(max(_RETRY_SECONDS, deadline - time.monotonic())):  # until all hosts have come
+                raise TimeoutError
             everybody: list[Facts] = json.loads(connection.recv_bytes(_MAX_BYTES))
-            _bound(connection, socket.SO_RCVTIMEO, _MESSAGE_SECONDS)
             return everybody, {0: connection}
         except _NO_HOST:
             why = f"it closed the connection, or {_STRANGER}"
@@ -262,13 +262,6 @@ def _connection(plain: socket.socket) -> Connection:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection = Connection(plain.detach())
-    _bound(connection, socket.SO_RCVTIMEO, _MESSAGE_SECONDS)
-    _bound(connection, socket.SO_SNDTIMEO, _SEND_SECONDS)
-    return connection
-
-
-def _bound(connection: Connection, option: int, seconds: float) -> None:
-    """Bound every read or write of a connection."""
-    with socket.socket(fileno=socket.dup(connection.fileno())) as twin:
-        twin.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    for option, seconds in ((socket.SO_RCVTIMEO, _MESSAGE_SECONDS), (socket.SO_SNDTIMEO, _SEND_SECONDS)):
+        plain.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    return Connection(plain.detach())

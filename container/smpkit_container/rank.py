@@ -22,10 +22,10 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 LINK = "SMPKIT_RANK_LINK"
 """Three descriptors: where the rank reports what it raised, where it writes its stack, and its life line."""
@@ -142,14 +142,10 @@ def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None
 
 def _until_library(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Drop the frames that end a traceback inside Python's own library, such as those of `argparse`."""
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_LIBRARY):
-        frames.pop()
-    for frame in reversed(frames):
-        trace = types.TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    if trace is not None:
+        trace.tb_next = _until_library(trace.tb_next)
+        if trace.tb_next is None and trace.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+            return None
     return trace
 
 
@@ -176,12 +172,13 @@ def _report(descriptor: int, error: BaseException) -> None:
 
 def _described(error: BaseException) -> dict[str, Any]:
     story = traceback.TracebackException(type(error), error, _users_part(error.__traceback__))
-    hint = getattr(error, "hint", None)
+    kind, hint = type(error), getattr(error, "hint", None)
+    chain = list(_chain(story))
     return {
-        "name": _qualified(type(error)),
-        "message": "".join(story.format_exception_only()).strip()[-_MAX_TEXT:],
+        "name": f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__."),
+        "message": chain[0][-_MAX_TEXT:],
         "hint": hint if isinstance(hint, str) else None,
-        "chain": [f"{_qualified(type(link))}: {_safe_text(link)}"[:_MAX_TEXT] for link in _chain(error)],
+        "chain": [text[:_MAX_TEXT] for text in chain],
         "frames": [[f.filename, f.lineno or 0, f.name] for f in story.stack],
         "traceback": "".join(story.format())[-_MAX_TEXT:],
         "exit_code": _exit_code(error),
@@ -189,27 +186,14 @@ def _described(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return the error and what it was raised from or while handling, as far as Python would show it."""
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and not any(link is seen for seen in links):
-        links.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return links
+def _chain(story: traceback.TracebackException | None) -> Iterator[str]:
+    """Yield class and text of an error, then of what it was raised from or while handling, as far as Python shows it.
 
-
-def _qualified(kind: type[BaseException]) -> str:
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-
-
-def _safe_text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # the script's own `__str__` may fail in any way, and must not hide the failure itself
-        return ""
+    An error whose own `__str__` fails has a text that says so.
+    """
+    while story is not None:
+        yield "".join(story.format_exception_only()).strip()
+        story = story.__cause__ or (None if story.__suppress_context__ else story.__context__)
 
 
 # ---- its debugger ----------------------------------------------------------------------------------------------------
@@ -232,31 +216,26 @@ def _install_debugger(environ: Mapping[str, str]) -> _AfterError | None:
     if environ.get("RANK", "0") != rank:
         sys.breakpointhook = lambda *_, **__: None  # the other ranks have no terminal
         return None
-    screen = open(terminal, encoding="utf-8"), open(terminal, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - they stay
-    screen[1].write(f"\nbreakpoint() and errors of rank {rank} open the debugger here; the other ranks wait\n")
-    screen[1].flush()
+    import pdb  # noqa: T100 - half of what a rank's start takes
+
+    keys, screen = open(terminal, encoding="utf-8"), open(terminal, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    screen.write(f"\nbreakpoint() and errors of rank {rank} open the debugger here; the other ranks wait\n")
+    screen.flush()
+    debugger = pdb.Pdb(stdin=keys, stdout=screen, nosigint=True)
+    debugger.prompt = f"(Pdb rank {rank}) "
 
     def stop(*_: object, **__: object) -> None:
-        _debugger(screen, rank).set_trace(sys._getframe(1))
+        debugger.set_trace(sys._getframe(1))
 
     def after_error(error: BaseException) -> None:
         if isinstance(error, (SystemExit, KeyboardInterrupt)) or error.__traceback__ is None:
             return
-        screen[1].write(f"\nrank {rank}: {type(error).__name__}: {error}\n")
-        debugger = _debugger(screen, rank)
+        screen.write(f"\nrank {rank}: {type(error).__name__}: {error}\n")
         debugger.reset()
         debugger.interaction(None, error.__traceback__)
 
     sys.breakpointhook = stop
     return after_error
-
-
-def _debugger(screen: tuple[TextIO, TextIO], rank: str) -> Any:
-    import pdb  # noqa: T100 - half of what a rank's start takes
-
-    debugger = pdb.Pdb(stdin=screen[0], stdout=screen[1], nosigint=True)
-    debugger.prompt = f"(Pdb rank {rank}) "
-    return debugger
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from smpkit.observe.status import RankStatus
 
@@ -42,25 +41,20 @@ class RankError:
     message: str
     """What Python prints last: class and text."""
     traceback: str
-    chain: tuple[str, ...] = ()
-    """The exception and what it was raised from, each as `class: text`."""
-    frames: tuple[tuple[str, int, str], ...] = ()
+    chain: Sequence[str] = ()
+    """The texts of the exception and of what it was raised from, each as Python prints it: `class: text`."""
+    frames: Sequence[tuple[str, int, str]] = ()
     """File, line and function, innermost last."""
     hint: str | None = None
     exit_code: int = 1
     seconds: float = 0.0
 
-    @classmethod
-    def of_report(cls, report: dict[str, Any]) -> RankError:
-        """Return the error that a rank reported as JSON."""
-        frames = tuple((file, line, function) for file, line, function in report.pop("frames"))
-        return cls(chain=tuple(report.pop("chain")), frames=frames, **report)
-
     @property
     def is_consequence(self) -> bool:
         """Whether it says only that another rank is gone or silent."""
-        links = self.chain or (f"{self.name}: {self.message}",)
-        return any(link.partition(": ")[0] in _CONSEQUENCE_NAMES or _CONSEQUENCE_TEXT.search(link) for link in links)
+        return any(
+            text.partition(": ")[0] in _CONSEQUENCE_NAMES or _CONSEQUENCE_TEXT.search(text) for text in self.chain
+        )
 
 
 @dataclass(frozen=True)
@@ -133,8 +127,8 @@ class RootCause:
 
     culprit: RankEnd
     followers: tuple[int, ...] = ()
-    left_early: tuple[RankEnd, ...] = field(default=())
-    still_running: tuple[RankEnd, ...] = field(default=())
+    left_early: tuple[RankEnd, ...] = ()
+    still_running: tuple[RankEnd, ...] = ()
 
     def is_older_than(self, news_seconds: float) -> bool:
         """Whether the run failed here, and not because of the bad news that came from another host at that time."""

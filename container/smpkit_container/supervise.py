@@ -30,10 +30,11 @@ from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from smpkit.modules import module_command
 from smpkit.observe.status import STATUS_DIR, RankStatus, read_status
+from smpkit.units import things
 from smpkit_container.console import Console, LineSplitter, Live, Piece
 from smpkit_container.peers import News, Peers
 from smpkit_container.rank import LINK
@@ -233,7 +234,7 @@ class _Rank:
             status=self.status,
             seconds=self.ended_seconds,
             # The last of several: a child that the script forked may have reported, too.
-            error=RankError.of_report(json.loads(report.splitlines()[-1])) if report.endswith(b"\n") else None,
+            error=RankError(**json.loads(report.splitlines()[-1])) if report.endswith(b"\n") else None,
             stopped=self.was_cut_short,
             last_lines=tuple(self.last_lines),
             peak_bytes=self.peak_bytes,
@@ -392,7 +393,7 @@ class Host:
         elif self._phase is Phase.RUNNING:
             running = len(self._running())
             self._console.say(
-                f"{signal.Signals(number).name}: asked {running} rank{'s' * (running != 1)} to end, "
+                f"{signal.Signals(number).name}: asked {things(running, 'rank')} to end, "
                 f"waiting at most {self._timeouts.grace:g} s"
             )
             self._signal(signal.SIGTERM, Phase.STOPPING, self._timeouts.grace)
@@ -457,7 +458,7 @@ class Host:
 
     def _read_pipe(self, rank: _Rank, name: str) -> bool:
         """Take what a pipe holds; return whether there may be more."""
-        data = _read(rank.pipes[name]) if name in rank.pipes else None
+        data = _read(rank.pipes[name])
         if data == b"":
             self._close_pipe(rank, name)
         elif data and name in rank.notes:
@@ -516,7 +517,7 @@ class Host:
         os.set_blocking(self._mpirun.stdout.fileno(), False)
         self._watch(self._mpirun.stdout, partial(self._read_mpirun, self._mpirun.stdout))
 
-    def _read_mpirun(self, pipe: IO[bytes]) -> bool:
+    def _read_mpirun(self, pipe: Any) -> bool:
         """Keep the end of what mpirun says itself; it matters only if no rank tells why a run failed."""
         data = _read(pipe)
         self._mpirun_output = (self._mpirun_output + (data or b""))[-_KEPT_OUTPUT_BYTES:]
@@ -608,9 +609,8 @@ class Host:
         if mpirun.poll() is None:
             os.killpg(mpirun.pid, signal.SIGKILL)
         mpirun.wait()
-        if mpirun.stdout is not None and mpirun.stdout in [key.fileobj for key in self._selector.get_map().values()]:
-            while self._read_mpirun(mpirun.stdout):
-                pass
+        while mpirun.stdout in self._selector.get_map() and self._read_mpirun(mpirun.stdout):
+            pass
 
 
 def _read(pipe: Any) -> bytes | None:

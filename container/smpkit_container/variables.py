@@ -39,13 +39,10 @@ def process_variables(
     environ: Mapping[str, str], topology: Topology, num_cpus: int, *, has_efa: bool
 ) -> dict[str, str]:
     """Return what the ranks need beyond SM_*; whatever the user has set in `environ` is left alone."""
-    variables = {
+    variables = {"PYTHONUNBUFFERED": "1"}
+    if topology.launcher != "shell":  # of which nobody knows how many processes it starts
         # One thread per core over all ranks of the host: torch's default of all cores for each rank is far slower.
-        "OMP_NUM_THREADS": str(max(1, num_cpus // topology.processes_per_host)),
-        "PYTHONUNBUFFERED": "1",
-    }
-    if topology.launcher == "shell":  # nobody knows how many processes it starts
-        del variables["OMP_NUM_THREADS"]
+        variables["OMP_NUM_THREADS"] = str(max(1, num_cpus // topology.processes_per_host))
     interface = topology.interface
     if topology.single_host and sys.platform == "linux":
         interface = "lo"  # else gloo looks the host name up, which fails in containers and on many laptops
@@ -150,16 +147,14 @@ def _training_env(environment: Environment, named: Mapping[str, Any]) -> dict[st
 
 def _legacy_variables(environment: Environment, topology: Topology) -> dict[str, str]:
     """Return the variables outside SM_* that the toolkit sets too, and ours."""
-    known = {
-        "SAGEMAKER_JOB_NAME": environment.job_name,
-        "SAGEMAKER_REGION": environment.region or "",
-    }
-    return {
+    variables = {
         "CURRENT_HOST": topology.host,
+        "SAGEMAKER_JOB_NAME": environment.job_name,
+        "SAGEMAKER_REGION": environment.region,
         "SMPKIT_CHECKPOINT_DIR": str(environment.checkpoints),
-        # An empty text would hide what the platform or the user has set.
-        **{name: value for name, value in known.items() if value},
     }
+    # An empty text would hide what the platform or the user has set.
+    return {name: value for name, value in variables.items() if value}
 
 
 def _spellings(name: str) -> set[str]:

@@ -39,18 +39,14 @@ def with_drop_in(environ: Mapping[str, str]) -> dict[str, str]:
 
     The drop-in is on `PYTHONPATH`: last, so that nothing of the user's is hidden by it. The start-up module is first.
     """
-    entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if str(DROP_IN_PATH) not in entries:
-        entries.append(str(DROP_IN_PATH))
-    return with_startup({**environ, "PYTHONPATH": os.pathsep.join(entries)})
+    return with_startup(environ, last=[str(DROP_IN_PATH)])
 
 
-def with_startup(environ: Mapping[str, str]) -> dict[str, str]:
+def with_startup(environ: Mapping[str, str], last: Sequence[str] = ()) -> dict[str, str]:
     """Return `environ` for processes that prepare what they import: `smpkit.drop_in.after_import`."""
     entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if str(STARTUP_PATH) not in entries:
-        entries.insert(0, str(STARTUP_PATH))
-    return {**environ, "PYTHONPATH": os.pathsep.join(entries)}
+    path = dict.fromkeys([str(STARTUP_PATH), *entries, *last])
+    return {**environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def installed_one(search: Sequence[str] | None = None) -> Path | None:

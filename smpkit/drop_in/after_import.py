@@ -53,22 +53,18 @@ def _prepare_trainer(module: Any) -> None:
         importlib.import_module("smpkit.torch.compat.trainer").replace_trainer(module)
 
 
-def _adding(function: Callable[..., Any]) -> Callable[[Any], None]:
-    """Return what adds a function to a module that does not have it."""
-
-    def add(module: Any) -> None:
-        if not hasattr(module, function.__name__):
-            setattr(module, function.__name__, function)
-
-    return add
+def _add(function: Callable[..., Any], module: Any) -> None:
+    """Add a function to a module that does not have it."""
+    if not hasattr(module, function.__name__):
+        setattr(module, function.__name__, function)
 
 
 _AFTER: Final[dict[str, Callable[[Any], None]]] = {
     "torch": _prepare_torch,
-    "datasets": _adding(load_metric),
-    "transformers": _adding(is_torch_tpu_available),
-    "transformers.file_utils": _adding(is_torch_tpu_available),
-    "transformers.utils": _adding(is_torch_tpu_available),
+    "datasets": functools.partial(_add, load_metric),
+    "transformers": functools.partial(_add, is_torch_tpu_available),
+    "transformers.file_utils": functools.partial(_add, is_torch_tpu_available),
+    "transformers.utils": functools.partial(_add, is_torch_tpu_available),
     "transformers.trainer": _prepare_trainer,
 }
 """Modules, and what is called with them once they have been imported."""
@@ -105,10 +101,8 @@ class _StandIns:
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         if name not in ("amp_C", "apex", "apex_C", "flash_attn", "torch._six"):
             return None
-        place = _STAND_INS.joinpath(*name.split("."))
-        folders = [str(place)] if place.is_dir() else None
-        file = place / "__init__.py" if folders else place.with_suffix(".py")
-        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+        folder = _STAND_INS.joinpath(*name.split(".")[:-1])
+        return importlib.machinery.PathFinder.find_spec(name, [str(folder)])
 
 
 _FLAG: Final = (

@@ -81,20 +81,15 @@ def launch(
     """
     if ranks < 1:
         raise UsageError(f"smp.launch was asked for {ranks!r} ranks", hint="smp.launch(train, ranks=4)")
-    call = _packed(function, args, kwargs)
+    try:
+        call = cloudpickle.dumps((function, args, kwargs))
+    except (pickle.PicklingError, TypeError) as error:
+        hint = "pass what it takes to make such a thing, and make it on the rank"
+        raise UsageError(f"smp.launch cannot send its function or arguments to ranks: {error}", hint=hint) from None
     threads = max(1, (os.cpu_count() or 1) // ranks)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     environ = {"OMP_NUM_THREADS": str(threads), **kept, **(env or {})}
     return run_processes(_called, call, size=ranks, environ=environ, timeout=timeout, num_threads=threads)
-
-
-def _packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    try:
-        packed: bytes = cloudpickle.dumps((function, args, kwargs))
-    except (pickle.PicklingError, TypeError) as error:
-        hint = "pass what it takes to make such a thing, and make it on the rank"
-        raise UsageError(f"smp.launch cannot send its function or arguments to ranks: {error}", hint=hint) from None
-    return packed
 
 
 def _called(call: bytes) -> Any:

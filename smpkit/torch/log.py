@@ -38,14 +38,17 @@ _DELAY_SECONDS: Final = 0.05
 
 
 class _Log:
-    """Where rank 0's values go while the job lasts."""
+    """Where rank 0's values go, from its first call of `log` to the end of the job."""
 
-    def __init__(self, trackers: list[Any]) -> None:
-        self._trackers = trackers
-        self._last = current_values().last_step()
+    def __init__(self) -> None:
+        self._trackers: list[Any] | None = None
+        self._last = -1
 
     def take(self, values: Mapping[str, float], step: int | None) -> None:
         """Write values down, and give them to the trackers; one that fails gets no more, with a warning."""
+        if self._trackers is None:
+            self._trackers = _start_trackers()
+            self._last = current_values().last_step()
         self._last = self._last + 1 if step is None else step
         current_values().log(values, self._last)
         for tracker in tuple(self._trackers):
@@ -57,14 +60,16 @@ class _Log:
 
     def close(self) -> None:
         """Let the trackers write what they still hold."""
-        for tracker in self._trackers:
+        trackers, self._trackers = self._trackers or [], None
+        for tracker in trackers:
             try:
                 tracker.finish()
             except Exception as error:
                 warn_user(f"{tracker.name} failed as it was closed: {type(error).__name__}: {error}")
 
 
-_open: _Log | None = None
+_log = _Log()
+state.end_hooks.append(_log.close)
 
 
 def log(values: Mapping[str, Any], step: int | None = None, *, mean_over: CommGroup | None = None) -> None:
@@ -97,36 +102,18 @@ def log(values: Mapping[str, Any], step: int | None = None, *, mean_over: CommGr
         UsageError: on ranks that look at the values, if one is no number, `step` is none, or ranks of the group have
             values of other names; on rank 0, if a tracker that the job file names cannot be started.
     """
-    global _open  # noqa: PLW0603
     rank = state.rank
     if mean_over is None and rank != 0:
         return
     if step is not None and step < 0:
         raise UsageError(f"smp.log was given the step {step!r}", hint="it is a number from 0")
-    numbers = _numbers(values)
-    if mean_over is not None:
-        numbers = _averaged(numbers, mean_over)
-    if rank != 0:
-        return
-    if _open is None:
-        _open = _Log(_start_trackers())
-    _open.take(numbers, step)
-
-
-def _close() -> None:
-    global _open
-    closing, _open = _open, None
-    if closing is not None:
-        closing.close()
-
-
-state.end_hooks.append(_close)
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise UsageError(f"smp.log was given a {type(values).__name__}", hint='it takes names: smp.log({"loss": loss})')
-    return {str(name): _number(str(name), value) for name, value in values.items()}
+    numbers = {str(name): _number(str(name), value) for name, value in values.items()}
+    if mean_over is not None:
+        numbers = _averaged(numbers, mean_over)
+    if rank == 0:
+        _log.take(numbers, step)
 
 
 def _number(name: str, value: Any) -> float:

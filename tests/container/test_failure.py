@@ -122,7 +122,7 @@ def test_failure_file_has_the_exception_first_and_the_users_frames_before_librar
 
 @pytest.mark.parametrize("character", ["x", "ß", "名", "😀"])
 def test_failure_file_has_at_most_1024_characters_and_still_the_rank(character: str) -> None:
-    long = RankError("ValueError", f"ValueError: {character * 3000}", "", frames=ERROR.frames * 30)
+    long = RankError("ValueError", f"ValueError: {character * 3000}", "", frames=[*ERROR.frames] * 30)
     reason = rank_failure(RootCause(RankEnd(5, 1, 1.0, long)), outcome(), TOPOLOGY, CODE).reason
     assert len(reason) == 1024
     assert "\nrank 5 on algo-1, exit 1\n" in reason

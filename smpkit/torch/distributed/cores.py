@@ -21,32 +21,28 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.context import launch_from
 
+SYSFS: Final = Path("/sys")
+TASKS: Final = Path("/proc/self/task")
+"""The threads of this process."""
 
-def own_cores() -> int:
-    """Return the number of cores for this process: those that it may run on, divided by the ranks of this host."""
-    return max(1, min(_allowed(), _AT_START // _ranks_here()))
+_log = logging.getLogger("smpkit")
 
 
 def _allowed() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _ranks_here() -> int:
-    try:
-        return launch_from(os.environ).local_size
-    except UsageError:  # contradictory variables: `smp.init` raises, but this also runs without a launcher
-        return 1
-
-
 _AT_START: Final = _allowed()
 """Cores at import: those that a rank is bound to later are its own, and must not be divided again."""
 
 
-_log = logging.getLogger("smpkit")
-
-SYSFS = Path("/sys")
-TASKS = Path("/proc/self/task")
-"""The threads of this process."""
+def own_cores() -> int:
+    """Return the number of cores for this process: those that it may run on, divided by the ranks of this host."""
+    try:
+        num_ranks = launch_from(os.environ).local_size
+    except UsageError:  # contradictory variables: `smp.init` raises, but this also runs without a launcher
+        num_ranks = 1
+    return max(1, min(_allowed(), _AT_START // num_ranks))
 
 
 def bind(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:

@@ -80,7 +80,7 @@ class Groups:
     def over_gloo(self, description: str) -> dist.ProcessGroup:
         """Return a group of all ranks over gloo for one purpose, such as `saves`; all ranks call this."""
         if description not in self._of_all:
-            with self._network():
+            with loopback(single_host=self._single_host):
                 group = dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc=description)
             self._of_all[description] = _checked(group)
         return self._of_all[description]
@@ -144,10 +144,8 @@ class Groups:
 
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
-        groups = [
-            *(*self._by_ranks.values(), *chain.from_iterable(self._for_messages.values())),
-            *(*self._padding_groups, *self._of_all.values()),
-        ]
+        messages = chain.from_iterable(self._for_messages.values())
+        groups = [*self._by_ranks.values(), *messages, *self._padding_groups, *self._of_all.values()]
         world = dist.group.WORLD
         return groups if world is None or world in groups else [world, *groups]
 
@@ -169,7 +167,7 @@ class Groups:
         all_ranks: bool = False,
         options: object = None,
     ) -> object:
-        with self._network():
+        with loopback(single_host=self._single_host):
             if not all_ranks:
                 self._align_group_counts(ranks, description)
             return dist.new_group(
@@ -195,9 +193,6 @@ class Groups:
         for _ in range(max(map(int, counts)) - count):
             self._padding_groups.append(_checked(dist.new_group([self._rank], use_local_synchronization=True)))
 
-    def _network(self) -> contextlib.AbstractContextManager[None]:
-        return loopback() if self._single_host else contextlib.nullcontext()
-
 
 def _checked(group: object) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of every group it makes"
@@ -222,13 +217,14 @@ def _without_bound_device() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loopback() -> Iterator[None]:
-    """Let gloo groups that are made in this block use the loopback interface, unless the user chose one.
+def loopback(*, single_host: bool) -> Iterator[None]:
+    """Let gloo groups of a single host that are made in this block use the loopback interface, or what the user chose.
 
     Otherwise gloo asks for the address of the host's own name, which laptops and containers often cannot resolve.
     """
     name = "lo0" if sys.platform == "darwin" else "lo"
-    if "GLOO_SOCKET_IFNAME" in os.environ or name not in {name for _, name in socket.if_nameindex()}:
+    is_there = name in {name for _, name in socket.if_nameindex()}
+    if not single_host or "GLOO_SOCKET_IFNAME" in os.environ or not is_there:
         yield
         return
     os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -344,7 +344,7 @@ def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None
     """Initialise torch.distributed."""
     # Without `device_id`: a group bound to a device makes every later group a split, in which all ranks must take part.
     backends.prepare(backend, world.launch.launcher)
-    with loopback() if world.launch.single_host else contextlib.nullcontext():
+    with loopback(single_host=world.launch.single_host):
         dist.init_process_group(
             backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout
         )

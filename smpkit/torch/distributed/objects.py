@@ -182,10 +182,6 @@ class _CallKind:
     def header(self, size: int) -> torch.Tensor:
         return torch.tensor([self.code, _GROUPS.index(self.group), size], dtype=torch.int64, device="cpu")
 
-    def pairs_with(self, other: _CallKind) -> bool:
-        # `recv_from` takes the next object, whatever group it was broadcast to.
-        return self.code == other.code and (self.code == _SEND or self.group is other.group)
-
 
 def _isend(tensor: torch.Tensor, rank: int) -> dist.Work:
     return state.object_group.send([tensor], rank, _TAG)
@@ -224,7 +220,8 @@ def _receive_header(rank: int, call: _CallKind) -> int:
     """Return the size of the pickle that follows; raise UsageError if the sender is in another call."""
     code, group, size = _receive(torch.empty(3, dtype=torch.int64, device="cpu"), rank).tolist()
     theirs = _CallKind(code, _GROUPS[group])
-    if not call.pairs_with(theirs):
+    # `recv_from` takes the next object, whatever group it was broadcast to.
+    if code != call.code or (code != _SEND and theirs.group is not call.group):
         mine = f"recv_from(rank {rank})" if call.code == _SEND else str(call)
         raise UsageError(
             f"rank {state.rank} is in {mine}, but rank {rank} is in {theirs}",
@@ -256,7 +253,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.payloads: list[torch.Tensor] = []
-        """The bytes of each tensor."""
+        """The bytes of each tensor, in row-major order."""
         self._kinds = ("cpu", state.device.type)
         self._indices: dict[object, int] = {}
         self._specs: dict[int, tuple[torch.Tensor, _TensorSpec]] = {}
@@ -269,19 +266,14 @@ class _Pickler(pickle.Pickler):
             return None
         if id(obj) not in self._specs:
             memory = (obj.device, obj.data_ptr(), obj.dtype, obj.shape, obj.stride(), obj.is_conj(), obj.is_neg())
-            index = self._indices.setdefault(memory, len(self._indices))
+            index = self._indices.setdefault(memory, len(self.payloads))
             if index == len(self.payloads):
-                self.payloads.append(_raw_bytes(obj))
+                plain = obj.detach().resolve_conj().resolve_neg()
+                self.payloads.append(as_bytes(plain.cpu().contiguous()))  # of a contiguous CPU tensor no copy
             place = (obj.dtype, tuple(obj.shape), obj.device.type != "cpu")
             spec = (id(obj), index, *place, isinstance(obj, nn.Parameter), obj.requires_grad)
             self._specs[id(obj)] = obj, spec
         return self._specs[id(obj)][1]
-
-
-def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as bytes in row-major order, without a copy for a contiguous CPU tensor."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return as_bytes(plain)
 
 
 class _Unpickler(pickle.Unpickler):

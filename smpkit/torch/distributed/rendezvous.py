@@ -39,11 +39,9 @@ def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store
             f"the {launch.world_size} ranks of {launch.launcher} run on several hosts, and MASTER_ADDR is not set",
             hint="pass the host of rank 0, for example `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=29500 ...`",
         )
-    chosen = launch.master_port or DEFAULT_PORT
-    if launch.agent_store:
-        store = _tcp_store(launch, address, chosen, serve=False, timeout=timeout)
-    else:
-        store = _tcp_store(launch, address, port or chosen, serve=launch.rank == 0, timeout=timeout)
+    if launch.agent_store or not port:
+        port = launch.master_port or DEFAULT_PORT
+    store = _tcp_store(launch, address, port, serve=launch.rank == 0 and not launch.agent_store, timeout=timeout)
     _check_job(store, launch, timeout)
     return store
 
