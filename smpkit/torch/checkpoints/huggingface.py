@@ -37,6 +37,7 @@ INDEX: Final = "model.safetensors.index.json"
 _WEIGHT_FILES: Final = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin.*"
 )
+_STAGED: Final = "weights"
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -65,7 +66,8 @@ def save_pretrained(
             " `model.get_module().save_pretrained(folder, state_dict=whole)`",
         )
     failure = f"the model was not saved to {target}"
-    staged = files.staging_folder(target.parent, target.name, files.new_save_id())  # rank 0's is used
+    # In the folder itself: what is beside it may be of other saves, or on another disk. Rank 0's is used.
+    staged = files.staging_folder(target, _STAGED, files.new_save_id())
     all_or_raise(failure, run_deferred_loads)
     whole = all_or_raise(failure, lambda: WholeState(model, translate=True))
     tied = _tied_names(model.module)
@@ -156,7 +158,8 @@ def _stage(staged: Path, target: Path, root: nn.Module, shards: Mapping[str, Spe
         return
     with files.as_checkpoint_error(f"{target} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
-        files.remove_leftovers(target.parent, staged.name.rsplit(".", 2)[1])
+        for leftover in target.glob(f".{_STAGED}.*.tmp"):  # of a save that died
+            shutil.rmtree(leftover, ignore_errors=True)
         staged.mkdir()
         if len(shards) > 1:
             specs = [spec for part in shards.values() for spec in part.values()]
