@@ -42,6 +42,7 @@ from smpkit.config.documents import read_regular
 from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.plan.tune.chain import Choice
+from smpkit.torch.checkpoints.agreement import go_on
 from smpkit.torch.distributed.cores import own_cores
 
 INDEX: Final = "index.json"
@@ -182,11 +183,10 @@ def pieces_of(data: memoryview) -> Iterator[memoryview]:
 
 
 class _CheckedFile:
-    """Counts the size and the CRC-32 of what is written through it, and calls `go_on` again and again meanwhile."""
+    """Counts the size and the CRC-32 of what is written through it."""
 
-    def __init__(self, file: BinaryIO, go_on: Callable[[], None]) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._go_on = go_on
         self.size = self.crc = self._flushed = 0
 
     def write(self, data: Any) -> int:
@@ -197,7 +197,7 @@ class _CheckedFile:
             self.size += len(piece)
             if self.size - self._flushed > FLUSHED_BYTES:
                 self.sync()
-            self._go_on()
+            go_on()
         return len(data)
 
     def flush(self) -> None:
@@ -210,12 +210,10 @@ class _CheckedFile:
         self._flushed = self.size
 
 
-def fsync_write(
-    path: Path, write: Callable[[IO[bytes]], object], go_on: Callable[[], None] = lambda: None
-) -> tuple[int, int]:
+def fsync_write(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, int]:
     """Write a new file from its begin to its end and flush it to the disk; return its size in bytes, and its CRC-32."""
     with path.open("wb") as file:
-        checked = _CheckedFile(file, go_on)
+        checked = _CheckedFile(file)
         write(cast("IO[bytes]", checked))
         checked.sync()
     return checked.size, checked.crc
@@ -401,11 +399,11 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-def find_corruption(crcs: Mapping[Path, int], go_on: Callable[[], None] = lambda: None) -> str | None:
+def find_corruption(crcs: Mapping[Path, int]) -> str | None:
     """Return which of these files has not the CRC-32 that it should have; None if all have.
 
-    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap; meanwhile this
-    one calls `go_on` again and again. A file that cannot be read raises OSError, which says nothing of what is in it.
+    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap. A file that
+    cannot be read raises OSError, which says nothing of what is in it.
     """
     with ThreadPoolExecutor(min(_MAX_THREADS, own_cores()), "smpkit-checksums") as pool:
         try:

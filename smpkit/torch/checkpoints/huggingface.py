@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise, work_together
+from smpkit.torch.checkpoints.agreement import all_or_raise, go_on
 from smpkit.torch.checkpoints.entries import wrapped_model
 from smpkit.torch.checkpoints.load import load_model
 from smpkit.torch.checkpoints.reader import Reader, whole_tensor
@@ -102,12 +102,10 @@ def load_pretrained(
     """
     wrapped, path = wrapped_model(model), Path(folder)
 
-    def load(go_on: Callable[[], None]) -> None:
-        reader = _reader_of(path, wrapped.module)
-        reader.go_on = go_on
-        load_model(wrapped, reader, strict, prefix="")
+    def load() -> None:
+        load_model(wrapped, _reader_of(path, wrapped.module), strict, prefix="")
 
-    work_together(f"{path} was not loaded", load, lambda _: None)
+    all_or_raise(f"{path} was not loaded", load)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ class _ShardWriter:
         self._offsets: dict[str, int] = {}
         self._unflushed = 0
 
-    def write(self, name: str, value: torch.Tensor, go_on: Callable[[], None]) -> None:
+    def write(self, name: str, value: torch.Tensor) -> None:
         if name not in self._file_of:
             return
         with files.as_checkpoint_error(f"{self._file_of[name]} cannot be written"):

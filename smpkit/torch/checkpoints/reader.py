@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.agreement import go_on
 from smpkit.torch.checkpoints.entries import Chunk, chunks_of, view_of
 from smpkit.torch.checkpoints.folder import INDEX, dtype_of, find_corruption, find_damage, read_index
 from smpkit.torch.checkpoints.objects import read_file
@@ -50,8 +51,6 @@ class Reader(StorageReader):
 
     objects: Collection[str] = ()
     """The names of values that are no tensors."""
-    go_on: Callable[[], None] = staticmethod(lambda: None)
-    """Called again and again while it reads."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class Reader(StorageReader):
             with self.open(file) as read_slice:
                 for key, at, item in wanted:
                     place(item, read_slice(key, at, item.lengths))
-                    self.go_on()
+                    go_on()
 
     # --- the interface of torch's loader -----------------------------------------------------------------------------
 
@@ -227,7 +226,7 @@ class CheckpointReader(Reader):
             )
         new = self._to_verify.intersection(names)
         crcs = {self.folder / name: self.index.files[name]["crc32"] for name in sorted(new)}
-        if corruption := find_corruption(crcs, self.go_on):
+        if corruption := find_corruption(crcs):
             raise CheckpointError(corruption)
         self._to_verify -= new
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise, work_together
+from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.checkpoints.background import PendingSave, Snapshot, agree_after_previous_save, start
 from smpkit.torch.checkpoints.entries import (
     MODEL,
@@ -322,9 +322,9 @@ class _Save:
 
     def complete(self, part: Callable[[], _Part], job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
         """Write this rank's files, and make the checkpoint visible when all ranks have written theirs."""
-        _, (index, order, is_divided) = work_together(
+        _, (index, order, is_divided) = together(
             self.failure,
-            lambda go_on: _write_files(self, part(), go_on),
+            lambda: _write_files(self, part()),
             lambda parts: _index_of({**job, "tag": self.tag, "save_id": self.save_id}, parts),
             group,
         )
@@ -401,14 +401,14 @@ def _random_of(parts: list[_Part]) -> dict[str, int]:
     return random
 
 
-def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
+def _write_files(save: _Save, part: _Part) -> _Part:
     """Write a rank's files; return the part with their sizes and checksums, without the contents."""
     order = files.next_order(save.path, save.file_systems.last_order) if save.partial and save.publishes else 1
     save.make_folder(part)
     written = {}
     for name, content in part.contents.items():
         with save.writing(name):
-            size, crc = files.fsync_write(save.staged / name, content, go_on)
+            size, crc = files.fsync_write(save.staged / name, content)
         if name.startswith(USER_CONTENT):
             read_file(save.staged / name, "cpu")  # whoever resumes must be able to
         place = {"rank": state.rank, "host": socket.gethostname(), "folder": save.file_systems.leader}
