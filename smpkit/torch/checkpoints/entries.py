@@ -8,6 +8,7 @@ of torch's distributed checkpoints.
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -190,25 +191,33 @@ def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
     return list({id(parameter): parameter for parameter in members}.values())
 
 
-def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collection[int]) -> dict[str, int]:
-    """Return by name which of the ranks that hold an item, and share a file system, writes it.
+def writers_of(items: Iterable[tuple[str, int, frozenset[int]]]) -> dict[str, int]:
+    """Return by name which of the ranks that may write an item does so; nothing of one that none may write.
 
-    Ranks that hold the same items divide them so that each of `MAX_WRITERS`, spread over them, writes about as many
-    bytes. All of them come to the same answer for these, whatever else they hold, without a message.
+    Ranks that hold the same items divide them among `MAX_WRITERS` of them. All come to the same answer for these,
+    whatever else they hold, without a message.
 
     Args:
-        items: name, bytes, and the ranks that hold it.
-        here: the ranks that share a file system. Items that none of them holds are left out.
+        items: name, bytes, and the ranks that may write it.
     """
-    written: dict[frozenset[int], dict[int, int]] = {}
-    writers = {}
-    for name, size, holders in sorted(items, key=lambda item: (-item[1], item[0])):
-        if ranks := holders.intersection(here):
-            step = -(-len(ranks) // MAX_WRITERS)
-            so_far = written.setdefault(ranks, dict.fromkeys(sorted(ranks)[::step], 0))
-            writers[name] = min(so_far, key=so_far.__getitem__)
-            so_far[writers[name]] += size
+    shared: dict[frozenset[int], list[tuple[str, int]]] = {}
+    for name, size, ranks in items:
+        shared.setdefault(ranks, []).append((name, size))
+    writers = dict[str, int]()
+    for ranks, sizes in shared.items():
+        step = -(-len(ranks) // MAX_WRITERS)
+        writers |= shares_of(sizes, sorted(ranks)[::step]) if ranks else {}
     return writers
+
+
+def shares_of(sizes: Iterable[tuple[str, int]], ranks: Iterable[int]) -> dict[str, int]:
+    """Return by name which of the ranks takes an item of so many bytes: each gets about as many as the others."""
+    taken = [(0, rank) for rank in ranks]  # a heap: whoever has least so far is first
+    shares = dict[str, int]()
+    for name, size in sorted(sizes, key=lambda item: (-item[1], item[0])):
+        so_far, shares[name] = taken[0]
+        heapq.heapreplace(taken, (so_far + size, shares[name]))
+    return shares
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ checkpoint among them and compare each once with its size and checksum; then eac
 from __future__ import annotations
 
 import contextlib
-import heapq
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.checkpoints.background import finish_previous_save
-from smpkit.torch.checkpoints.entries import GROUPS, degrees, precision, wrapped_model
+from smpkit.torch.checkpoints.entries import GROUPS, degrees, precision, shares_of, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.objects import check_archive, read_file
@@ -218,9 +217,12 @@ class _Choice:
                         check_archive(path)
                     return None, []
                 index = files.read_index(path)
-                names = files_to_check(
-                    index, file_systems.here.index(state.rank), len(file_systems.here), self.with_optimizer
-                )
+                wanted = [
+                    (name, entry["size"])
+                    for name, entry in index.files.items()
+                    if self.with_optimizer or not name.startswith("optimizer_")
+                ]
+                names = [name for name, rank in shares_of(wanted, file_systems.here).items() if rank == state.rank]
                 damage, missing = files.look_at(path, index, names)
                 if damage is None and self.verify_checksums:
                     here = sorted(set(names) - set(missing))
@@ -244,18 +246,6 @@ class _Choice:
 
         _, (damage, lacking) = together(failure, look, decide)
         return damage, lacking[file_systems.leader]
-
-
-def files_to_check(index: files.Index, position: int, count: int, with_optimizer: bool) -> list[str]:
-    """Return which files one of `count` ranks compares with their checksums: about as many bytes as each other one."""
-    taken, mine = [(0, rank) for rank in range(count)], []  # a heap: whoever has least so far is first
-    wanted = [name for name in index.files if with_optimizer or not name.startswith("optimizer_")]
-    for name in sorted(wanted, key=lambda name: (-index.files[name]["size"], name)):
-        so_far, least = taken[0]
-        heapq.heapreplace(taken, (so_far + index.files[name]["size"], least))
-        if least == position:
-            mine.append(name)
-    return mine
 
 
 _Saves = tuple[dict[str, str], dict[str, str], str | None]

@@ -429,7 +429,7 @@ def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSyste
     first = {entry.name: first_names.setdefault(_memory_of(entry), entry.name) for entry in entries}
     by_name = {entry.name: entry for entry in entries}
     items = [(name, by_name[name].num_bytes, by_name[name].writers(file_systems.here)) for name in first_names.values()]
-    writers = writers_of(items, file_systems.here)
+    writers = writers_of(items)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     values: dict[str, dict[str, Any]] = {}
     coordinates = state.mesh.coordinates(state.rank)
