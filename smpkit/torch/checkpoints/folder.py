@@ -221,7 +221,7 @@ def fsync_write(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replace `path` by a new file in one rename. Readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")  # in the same folder: a rename is atomic there
+    temporary = staging_path(path.parent, path.name)  # in the same folder: a rename is atomic there
     try:
         # Flush before the rename, or after a crash the new name may be there without its content.
         fsync_write(temporary, write)
@@ -246,9 +246,9 @@ def new_save_id() -> str:
     return secrets.token_hex(8)
 
 
-def staging_folder(path: Path, name: str, save_id: str) -> Path:
+def staging_path(path: Path, name: str, save_id: str | None = None) -> Path:
     """Return where `path / name` is written before it is published."""
-    return path / f".{name}.{save_id}.tmp"
+    return path / f".{name}.{save_id or new_save_id()}.tmp"
 
 
 def publish_folder(staged: Path, target: Path, index: str) -> None:
@@ -256,7 +256,7 @@ def publish_folder(staged: Path, target: Path, index: str) -> None:
 
     Does nothing if another host has published it on the same file system.
     """
-    replaced = staged.with_name(f".{target.name}.{new_save_id()}.tmp")
+    replaced = staging_path(target.parent, target.name)
     try:
         fsync_write(staged / INDEX, lambda file: file.write(index.encode()))
         sync_folder(staged)

@@ -67,7 +67,7 @@ def save_pretrained(
         )
     failure = f"the model was not saved to {target}"
     # In the folder itself: what is beside it may be of other saves, or on another disk. Rank 0's is used.
-    staged = files.staging_folder(target, _STAGED, files.new_save_id())
+    staged = files.staging_path(target, _STAGED)
     all_or_raise(failure, run_deferred_loads)
     whole = all_or_raise(failure, lambda: WholeState(model, translate=True))
     tied = _tied_names(model.module)

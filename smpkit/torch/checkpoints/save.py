@@ -253,7 +253,7 @@ class _Save:
     @property
     def staged(self) -> Path:
         """The hidden folder that it is written to."""
-        return files.staging_folder(self.path, self.name, self.save_id)
+        return files.staging_path(self.path, self.name, self.save_id)
 
     @property
     def publishes(self) -> bool:
@@ -370,7 +370,7 @@ class _Save:
             return
         for name, _ in files.complete_partials(self.path)[self.kept :]:
             # Rename first: a removal that is interrupted must leave nothing that looks like a checkpoint.
-            doomed = files.staging_folder(self.path, name, self.save_id)
+            doomed = files.staging_path(self.path, name, self.save_id)
             with contextlib.suppress(OSError):
                 (self.path / name).rename(doomed)
                 shutil.rmtree(doomed)
