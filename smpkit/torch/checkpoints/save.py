@@ -120,14 +120,13 @@ def save_checkpoint(
         with save.cleaned_up_on_failure():
             all_or_raise(save.failure, lambda: save.make_folder(part()))
             write_full(save.staged / tag, wrapped, save.failure, translate=translate_if_full)
-    job = _about(wrapped)
 
     def finish() -> None:
         with save.cleaned_up_on_failure():
             try:
                 if snapshot is not None:
                     snapshot.wait()
-                save.complete(part, job, group)
+                save.complete(part, group)
             except SmpkitError as error:
                 if blocking or isinstance(error, CheckpointError):
                     raise
@@ -218,9 +217,12 @@ class _Part:
     contents: dict[str, Callable[[IO[bytes]], object]] = field(default_factory=dict)
     """What writes each file; stays on this rank."""
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    objects: dict[str, list[str]] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+    """The file that holds each value that is no tensor."""
     digests: dict[int, int] = field(default_factory=dict)
     """Of what it divides with other ranks that hold the same, by a number for these ranks."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the index that are the same on all ranks, as they are when the script saves."""
     activations: Mapping[str, str] = field(default_factory=dict)
     random: Mapping[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -293,7 +295,7 @@ class _Save:
         """Return what this rank writes: copies, if there is a snapshot."""
         # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
         run_deferred_loads()
-        part = _Part(activations=model.activations.saved(), random=model.random_state())
+        part = _Part(job=_about(model), activations=model.activations.saved(), random=model.random_state())
         if self.partial:
             _add_entries(part, entries_of(model, optimizer), self.file_systems, snapshot)
         if (self.publishes or self.has_own_content) and user_content is not None:
@@ -320,13 +322,10 @@ class _Save:
             return own_content_name()
         return f"{USER_CONTENT}_{state.rank}.pt" if state.rank else f"{USER_CONTENT}.pt"
 
-    def complete(self, part: Callable[[], _Part], job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    def complete(self, part: Callable[[], _Part], group: dist.ProcessGroup | None) -> None:
         """Write this rank's files, and make the checkpoint visible when all ranks have written theirs."""
         _, (index, order, is_divided) = together(
-            self.failure,
-            lambda: _write_files(self, part()),
-            lambda parts: _index_of({**job, "tag": self.tag, "save_id": self.save_id}, parts),
-            group,
+            self.failure, lambda: _write_files(self, part()), lambda parts: _index_of(self, parts), group
         )
         if self.partial:  # before it is published: that may fail on one host, and the others have it
             self.file_systems.last_order = order
@@ -382,7 +381,7 @@ def own_content_name() -> str:
 
 
 def _about(model: DistributedModel) -> dict[str, Any]:
-    """Return what an index says of the job at this moment."""
+    """Return what an index says of the job, the same on all ranks."""
     assignment = model.pipeline.assignment if model.pipeline is not None else None
     return {
         "degrees": degrees(),
@@ -440,7 +439,7 @@ def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSyste
         stem = f"{kind}_{coordinates.pp}_{coordinates.tp}_{coordinates.rdp}"
         if entry.shape is None:
             values.setdefault(f"{stem}.pt", {})[entry.name] = entry.value
-            part.objects[entry.name] = [f"{stem}.pt"]
+            part.objects[entry.name] = f"{stem}.pt"
             continue
         # A tied weight has one copy, under the first of its names.
         key = by_name[first[entry.name]].name_in_file
@@ -482,14 +481,14 @@ def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str
     return {digest(sorted(holders)): digest(content) for holders, content in divided.items()}
 
 
-def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, int, bool]:
+def _index_of(save: _Save, parts: list[_Part]) -> tuple[str, int, bool]:
     """Return the index of what all ranks have written, its order, and whether a file system lacks something of it.
 
     Ranks that should hold the same and do not are an error: what they leave to each other would be missing.
     """
     written: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
-    values: dict[str, list[str]] = {}
+    objects: dict[str, list[str]] = {}
     digests: dict[int, tuple[int, int]] = {}
     for rank, part in enumerate(parts):
         for holders, digest in part.digests.items():
@@ -503,16 +502,18 @@ def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, int, boo
         written |= part.files
         for name, spec in part.tensors.items():
             tensors.setdefault(name, {**spec, "pieces": []})["pieces"] += spec["pieces"]
-        for name, files_of_object in part.objects.items():
-            values.setdefault(name, []).extend(files_of_object)
+        for name, file in part.objects.items():
+            objects.setdefault(name, []).append(file)
     index = files.Index(
+        tag=save.tag,
+        save_id=save.save_id,
         order=max(part.order for part in parts),
         files=written,
         tensors=tensors,
-        objects=values,
+        objects=objects,
         activations={name: choice for part in parts for name, choice in part.activations.items()},
         random=_random_of(parts),
-        **job,
+        **parts[0].job,
     )
     folders: dict[object, set[int]] = {}
     for name, spec in tensors.items():
