@@ -305,22 +305,14 @@ def _ping(value: torch.Tensor) -> None:
         call(value, other, group=group)
 
 
-def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: Any) -> None:
-    dist.all_reduce(whole, group=group)
-
-
-def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    # Torch 2.13 deprecates the older name, which is the only one before.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part, group=group)
-
-
-def _reduce_scatter(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, whole, group=group)
-
-
-_OPERATIONS: Final = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+# Torch 2.13 deprecates the older names, which are the only ones before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPERATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, Any], object]]] = {
+    "all_reduce": lambda whole, _, group: dist.all_reduce(whole, group=group),
+    "all_gather": lambda whole, part, group: _all_gather(whole, part, group=group),
+    "reduce_scatter": lambda whole, part, group: _reduce_scatter(part, whole, group=group),
+}
 
 
 if __name__ == "__main__":
