@@ -133,7 +133,8 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
             f" `param_groups`{more}",
             hint="wrap an optimizer that keeps all in these two, or save with smp.save(optimizer.state_dict(), ...)",
         )
-    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    members = members_of(optimizer, model)
+    names, parameters = [*members], [*members.values()]
     _warn_of_values_beyond_model(model, parameters)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     everywhere = frozenset(range(state.size))
@@ -179,16 +180,12 @@ def _entry(name: str, value: Any, division: Division | None, holders: frozenset[
     return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape)), holders)
 
 
-def parameter_names(optimizer: WrappedOptimizer, model: DistributedModel) -> list[str]:
-    """Return the name of each parameter of an optimizer, in the order of torch's state dicts."""
+def members_of(optimizer: WrappedOptimizer, model: DistributedModel) -> dict[str, torch.Tensor]:
+    """Return the parameters of an optimizer by name, in the order in which torch's state dicts count them."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    return [names.get(id(parameter), f"#{index}") for index, parameter in enumerate(optimizer_parameters(optimizer))]
-
-
-def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
-    """Return the model's parameters in the order in which torch's state dicts of an optimizer count them."""
     members = [optimizer.model_parameter(member) for group in optimizer.param_groups for member in group["params"]]
-    return list({id(parameter): parameter for parameter in members}.values())
+    unique = {id(parameter): parameter for parameter in members}.values()
+    return {names.get(id(parameter), f"#{number}"): parameter for number, parameter in enumerate(unique)}
 
 
 def writers_of(items: Iterable[tuple[str, int, frozenset[int]]]) -> dict[str, int]:
