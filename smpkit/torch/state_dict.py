@@ -39,10 +39,7 @@ def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
 
     Where several ranks hold an entry they hold equal ones.
     """
-    merged: dict[_Key, Any] = {}
-    for each in allgather(dict(part), CommGroup.PP_GROUP):
-        merged.update(each)
-    return merged
+    return {key: value for each in allgather(dict(part), CommGroup.PP_GROUP) for key, value in each.items()}
 
 
 def with_versions(source: Any, values: Mapping[str, Any]) -> dict[str, Any]:
