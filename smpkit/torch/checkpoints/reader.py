@@ -32,7 +32,7 @@ from torch.futures import Future
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.agreement import go_on
 from smpkit.torch.checkpoints.entries import Chunk, chunks_of, view_of
-from smpkit.torch.checkpoints.folder import INDEX, dtype_of, find_corruption, find_damage, read_index
+from smpkit.torch.checkpoints.folder import INDEX, dtype_of, find_corruption, look_at, missing_text, read_index
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.checkpoints.tensors import open_tensors
 
@@ -170,9 +170,9 @@ class CheckpointReader(Reader):
         self._save = _file_of(path / INDEX)
         self.index = read_index(path)
         if missing is None:
-            if damage := find_damage(path, self.index):
+            damage, missing = look_at(path, self.index, self.index.files)
+            if damage := damage or missing_text(path, self.index, missing):
                 raise CheckpointError(damage)
-            missing = [name for name in self.index.files if not (path / name).is_file()]
         self._missing = frozenset(missing)
         self.weights_only, self._verify_checksums = weights_only, verify_checksums
         self._to_verify = set(self.index.files) if verify_checksums else set[str]()
