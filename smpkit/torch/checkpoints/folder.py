@@ -498,11 +498,9 @@ def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict
     return dict(sorted(indices.items(), key=lambda item: -item[1].order))
 
 
-def complete_partials(path: Path) -> list[tuple[str, Index]]:
-    """Return the folders of complete partial checkpoints in `path` and their indices, newest first."""
-    return [
-        (name, index) for name, index in _indices_in(path, None, {}).items() if find_damage(path / name, index) is None
-    ]
+def complete_partials(path: Path) -> list[str]:
+    """Return the names of the complete partial checkpoints in `path`, newest first."""
+    return [name for name, index in _indices_in(path, None, {}).items() if find_damage(path / name, index) is None]
 
 
 def next_order(path: Path, last: int) -> int:

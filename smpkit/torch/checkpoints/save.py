@@ -151,11 +151,11 @@ def _outcome(attempt: Callable[[], _T]) -> Callable[[], _T]:
 def _begin(path: Path, tag: str, partial: bool, kept: int | None, user_content: Any) -> _Save:
     """Wait for the save before, check that all ranks make the same one now, and find out who writes where."""
     failure = f"checkpoint `{tag}` was not saved"
-    known, save_id = known_file_systems(path), files.new_save_id() if state.rank == 0 else ""
-    # Before any file is touched: ranks with different tags would write to different folders.
+    known = known_file_systems(path)
     content = _digest_of_content(user_content) if partial and state.size > 1 else None
-    call = tag, partial, save_id, known is not None, content
-    difference, save_id, all_know, (first_content, is_common) = agree_after_previous_save(call, _compare)
+    # Before any file is touched: ranks with different tags would write to different folders.
+    call = tag, partial, known is not None, content
+    difference, save_id, all_know, first_content, is_common = agree_after_previous_save(call, _compare)
     if difference is not None:
         raise UsageError(difference, hint="all ranks call smp.save_checkpoint with the same tag")
     if known is None or not all_know:
@@ -165,23 +165,24 @@ def _begin(path: Path, tag: str, partial: bool, kept: int | None, user_content: 
     return _Save(path, tag, partial, save_id, known, failure, kept, content is not None and is_own)
 
 
-_Call = tuple[str, bool, str, bool, int | None]
+_Call = tuple[str, bool, bool, int | None]
+"""Of one rank: tag, partial, whether it knows who shares its file system, and the digest of its content."""
 
 
-def _compare(calls: list[_Call]) -> tuple[str | None, str, bool, tuple[int | None, bool]]:
-    """Return how calls differ, the id of the save, whether all know who shares a file system, and about the content.
+def _compare(calls: list[_Call]) -> tuple[str | None, str, bool, int | None, bool]:
+    """Return how calls differ, an id for the save, and whether all ranks know who shares their file systems.
 
-    That is the digest of rank 0's, and whether all that pass one pass the same.
+    Also the digest of rank 0's content, and whether all ranks that pass one pass the same.
     """
-    tag, partial, save_id, _, first_content = calls[0]
-    is_common = {content for *_, content in calls} <= {first_content, None}
-    differences = [
+    tag, partial, _, first_content = calls[0]
+    differences = (
         f"rank 0 saves {tag!r} (partial={partial}), but rank {rank} saves {other_tag!r} (partial={other_partial})"
         for rank, (other_tag, other_partial, *_) in enumerate(calls)
         if (other_tag, other_partial) != (tag, partial)
-    ]
-    all_know = all(knows for *_, knows, _ in calls)
-    return next(iter(differences), None), save_id, all_know, (first_content, is_common)
+    )
+    all_know = all(knows for _, _, knows, _ in calls)
+    is_common = {content for *_, content in calls} <= {first_content, None}
+    return next(differences, None), files.new_save_id(), all_know, first_content, is_common
 
 
 def _digest_of_content(content: Any) -> int | None:
@@ -367,7 +368,7 @@ class _Save:
             files.atomic_write(self.path / files.NEWEST, lambda file: file.write(f"{self.name}\n".encode()))
         if not self.partial or self.kept is None:
             return
-        for name, _ in files.complete_partials(self.path)[self.kept :]:
+        for name in files.complete_partials(self.path)[self.kept :]:
             # Rename first: a removal that is interrupted must leave nothing that looks like a checkpoint.
             doomed = files.staging_path(self.path, name, self.save_id)
             with contextlib.suppress(OSError):
