@@ -50,10 +50,13 @@ _HINT: Final = (
 # --- writing and reading ----------------------------------------------------------------------------------------------
 
 
-def dump(obj: Any, file: IO[bytes], pickle_protocol: int = 2) -> None:
-    """Write an object as `torch.save` does; raise CheckpointError if it cannot be pickled, or could not be read."""
+def dump(obj: Any, file: IO[bytes], pickle_module: Any = None, pickle_protocol: int = 2) -> None:
+    """Write an object as `torch.save` does; raise CheckpointError if it cannot be pickled, or could not be read.
+
+    What a `pickle_module` writes may need a reader that trusts the file.
+    """
     try:
-        torch.save(obj, file, _Pickle, pickle_protocol)
+        torch.save(obj, file, pickle_module or _Pickle, pickle_protocol)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"what is to be saved holds something that cannot be pickled: {error}",
@@ -140,16 +143,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> None:
-    """Write `obj` completely or not at all. What a `pickle_module` writes may need a reader that trusts the file."""
-
-    def write(file: IO[bytes]) -> None:
-        if pickle_module is None:
-            dump(obj, file, pickle_protocol)
-        else:
-            torch.save(obj, file, pickle_module, pickle_protocol)
-
+    """Write a file of `dump` completely or not at all."""
     with as_checkpoint_error(f"{path} cannot be written"):
-        atomic_write(path, write)
+        atomic_write(path, lambda file: dump(obj, file, pickle_module, pickle_protocol))
 
 
 def read_file(
