@@ -90,14 +90,13 @@ def together(
             agree(None, lambda _: None, group)
             last = time.monotonic()
 
-    def settle(ends: list[tuple[str | None, _T | None] | None]) -> tuple[list[str], _Answer | None] | None:
+    def settle(ends: list[Any]) -> tuple[list[str], Any] | None:
+        """Return who failed, and else what is decided; None if somebody is still at it."""
         if None in ends:
-            return None  # somebody is still at it
-        failed = [f"rank {rank}: {end[0]}" for rank, end in enumerate(ends) if end is not None and end[0] is not None]
-        if failed:
-            return failed, None
+            return None
+        failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(ends) if message is not None]
         try:
-            return [], decide([end[1] for end in ends if end is not None])  # type: ignore[misc]
+            return failed, None if failed else decide([result for _, result in ends])
         except CheckpointError as error:
             return [error.message], None
 
@@ -110,14 +109,14 @@ def together(
         cause = error
     finally:
         _tell_others.reset(outside)
-    end: tuple[str | None, Any] | None = (None if cause is None else message_of(cause), result)
+    end = None if cause is None else message_of(cause), result
     while (answer := agree(end, settle, group)) is None:
         pass
     failed, decision = answer
     if failed:
         hint = cause.hint if isinstance(cause, SmpkitError) else None
         raise CheckpointError(f"{failure}; {'; '.join(failed)}", hint=hint) from cause
-    return result, decision  # type: ignore[return-value]
+    return result, decision
 
 
 def go_on() -> None:
