@@ -66,20 +66,14 @@ def save_pretrained(
             " `model.get_module().save_pretrained(folder, state_dict=whole)`",
         )
     failure = f"the model was not saved to {target}"
-    # In the folder itself: what is beside it may be of other saves, or on another disk. Rank 0's is used.
-    staged = files.staging_path(target, _STAGED)
     all_or_raise(failure, run_deferred_loads)
     whole = all_or_raise(failure, lambda: WholeState(model, translate=True))
     tied = _tied_names(model.module)
     shards = _split_by_size({name: spec for name, spec in whole.specs.items() if name not in tied}, limit)
-    with contextlib.ExitStack() as stack:
-        if state.rank == 0:
-            stack.callback(shutil.rmtree, staged, ignore_errors=True)
-        all_or_raise(failure, lambda: _stage(staged, target, model.module, shards))
-        writer = _ShardWriter(staged, shards)
-        stack.callback(writer.close)
-        whole.deliver(writer.write, failure)
-        all_or_raise(failure, lambda: _publish(staged, target, writer))
+    with contextlib.closing(_Folder(target, model.module, shards)) as hub:
+        all_or_raise(failure, lambda: hub.begin() if state.rank == 0 else None)
+        whole.deliver(hub.write, failure)
+        all_or_raise(failure, lambda: hub.publish() if state.rank == 0 else None)
 
 
 def load_pretrained(
@@ -150,41 +144,39 @@ def _split_by_size(specs: Specs, limit: int) -> dict[str, Specs]:
     return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
-def _stage(staged: Path, target: Path, root: nn.Module, shards: Mapping[str, Specs]) -> None:
-    """Make the hidden folder with what is not a tensor."""
-    if state.rank > 0:
-        return
-    with files.as_checkpoint_error(f"{target} cannot be written"):
-        target.mkdir(parents=True, exist_ok=True)
-        for leftover in target.glob(f".{_STAGED}.*.tmp"):  # of a save that died
-            shutil.rmtree(leftover, ignore_errors=True)
-        staged.mkdir()
-        if len(shards) > 1:
-            specs = [spec for part in shards.values() for spec in part.values()]
-            size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
-            weight_map = {name: file for file, part in shards.items() for name in part}
-            text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-            files.fsync_write(staged / INDEX, lambda file: file.write(text.encode()))
-        _write_config(staged, root, {dtype for part in shards.values() for _, dtype in part.values()})
+class _Folder:
+    """A folder of the hub as rank 0 writes it: hidden in its target until all of it is there."""
 
-
-class _ShardWriter:
-    """Writes tensors into their files, one file after the other; a tensor of no file, as a tied weight, is left out."""
-
-    def __init__(self, staged: Path, shards: Mapping[str, Specs]) -> None:
-        self._staged = staged
-        self._shards = shards
+    def __init__(self, target: Path, root: nn.Module, shards: Mapping[str, Specs]) -> None:
+        self._target, self._root, self._shards = target, root, shards
+        # In the target itself: what is beside it may be of other saves, or on another disk.
+        self._staged = files.staging_path(target, _STAGED)
         self._file_of = {name: file for file, part in shards.items() for name in part}
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
         self._unflushed = 0
 
+    def begin(self) -> None:
+        """Make it, with what is not a tensor."""
+        specs = [spec for part in self._shards.values() for spec in part.values()]
+        with files.as_checkpoint_error(f"{self._target} cannot be written"):
+            self._target.mkdir(parents=True, exist_ok=True)
+            for leftover in self._target.glob(f".{_STAGED}.*.tmp"):  # of a save that died
+                shutil.rmtree(leftover, ignore_errors=True)
+            self._staged.mkdir()
+            if len(self._shards) > 1:
+                size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
+                text = json.dumps({"metadata": {"total_size": size}, "weight_map": self._file_of}, indent=2)
+                files.fsync_write(self._staged / INDEX, lambda file: file.write(text.encode()))
+            _write_config(self._staged, self._root, {dtype for _, dtype in specs})
+
     def write(self, name: str, value: torch.Tensor) -> None:
+        """Write a tensor to its file, one file after the other; a tensor of no file, as a tied weight, is left out."""
         if name not in self._file_of:
             return
         with files.as_checkpoint_error(f"{self._file_of[name]} cannot be written"):
             if name not in self._offsets:
-                self.close()
+                self._finish_file()
                 header, self._offsets = header_of(self._shards[self._file_of[name]])
                 self._file = (self._staged / self._file_of[name]).open("wb")
                 self._file.write(header)
@@ -202,11 +194,30 @@ class _ShardWriter:
         os.fsync(file.fileno())
         self._unflushed = 0
 
-    def close(self) -> None:
+    def _finish_file(self) -> None:
         if self._file is not None:
-            file, self._file = self._file, None
-            self._flush(file)
-            file.close()
+            self._flush(self._file)
+            self._file.close()
+
+    def publish(self) -> None:
+        """Move all into the target, and remove weights of an older save there."""
+        with files.as_checkpoint_error(f"{self._target} cannot be written"):
+            self._finish_file()
+            written = sorted(self._staged.iterdir(), key=lambda path: path.name == INDEX)  # which names the others
+            for path in written:
+                path.replace(self._target / path.name)
+            names = {path.name for path in written}
+            for path in self._target.iterdir():
+                if path.name not in names and _WEIGHT_FILES.fullmatch(path.name):  # of an older save
+                    path.unlink()
+            files.sync_folder(self._target)
+
+    def close(self) -> None:
+        """Remove what was not published."""
+        with contextlib.suppress(OSError):  # a full disk has been told of
+            if self._file is not None:
+                self._file.close()
+        shutil.rmtree(self._staged, ignore_errors=True)
 
 
 def _write_config(staged: Path, root: nn.Module, dtypes: set[torch.dtype]) -> None:
@@ -229,21 +240,6 @@ def _original_class(root: nn.Module) -> type[nn.Module]:
     """Return the script's own class of a model; tensor parallelism may have replaced the whole model."""
     entry = applied_rule_of(root)
     return type(root) if entry is None else entry.original_class
-
-
-def _publish(staged: Path, target: Path, writer: _ShardWriter) -> None:
-    if state.rank > 0:
-        return
-    with files.as_checkpoint_error(f"{target} cannot be written"):
-        writer.close()
-        written = sorted(staged.iterdir(), key=lambda path: path.name == INDEX)  # which names the others
-        for path in written:
-            path.replace(target / path.name)
-        names = {path.name for path in written}
-        for path in target.iterdir():
-            if path.name not in names and _WEIGHT_FILES.fullmatch(path.name):  # of an older save
-                path.unlink()
-        files.sync_folder(target)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
