@@ -171,7 +171,7 @@ class _Measurement:
     def _link(self) -> HostLink:
         num_bytes = 64 * _MIB
         host = [devices.host_memory(num_bytes, self._device) for _ in range(2)]
-        there = [torch.empty_like(each, device=self._device, pin_memory=False) for each in host]
+        there = [torch.empty_like(buffer, device=self._device, pin_memory=False) for buffer in host]
         streams = [devices.new_stream(self._device) for _ in range(2)]
         tiny = there[0][:4], host[0][:4]
 
@@ -276,7 +276,7 @@ class _Measurement:
         One microbatch goes through stages that compute next to nothing: one rank after the other works, and none of
         them waits for a core.
         """
-        stages = max(each for each in (1, 2, 4, 8) if state.size % each == 0)
+        stages = max(count for count in (1, 2, 4, 8) if state.size % count == 0)
         init({"ddp": True, "timeout_seconds": 120, "pipeline_parallel_degree": stages, "skip_tracing": True})
         model = DistributedModel(nn.Sequential(*(nn.Linear(_TINY, _TINY) for _ in range(stages))))
         inputs = torch.zeros(1, _TINY, device=self._device)

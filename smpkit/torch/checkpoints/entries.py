@@ -155,11 +155,12 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
 
 
 def _warn_of_values_beyond_model(model: DistributedModel, parameters: Iterable[torch.Tensor]) -> None:
-    for each in parameters:
-        if each.requires_grad and each not in model.placement:
+    for parameter in parameters:
+        if parameter.requires_grad and parameter not in model.placement:
             warn_user(
-                f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model: a checkpoint"
-                " has its states, but not its value, so keep that in `user_content`, or wrap one module that has both"
+                f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in the model: a"
+                " checkpoint has its states, but not its value, so keep that in `user_content`, or wrap one module that"
+                " has both"
             )
             return
 

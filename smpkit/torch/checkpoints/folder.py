@@ -380,13 +380,13 @@ def look_at(folder: Path, index: Index, names: Iterable[str]) -> tuple[str | Non
     """
     missing = []
     for name in names:
-        found, size = _stat(folder / name), index.files[name]["size"]
-        if found is None:
+        status, size = _stat(folder / name), index.files[name]["size"]
+        if status is None:
             missing.append(name)
-        elif not stat.S_ISREG(found.st_mode):
+        elif not stat.S_ISREG(status.st_mode):
             return f"{folder / name} is a folder, a pipe or a device, not a file", missing
-        elif found.st_size != size:
-            return f"{folder / name} has {found.st_size} bytes instead of {size}", missing
+        elif status.st_size != size:
+            return f"{folder / name} has {status.st_size} bytes instead of {size}", missing
     return None, missing
 
 

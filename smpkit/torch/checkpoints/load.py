@@ -163,7 +163,7 @@ def _check_doubles(
 
 def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource], strict: bool) -> None:
     state_dict = model.module.state_dict(keep_vars=True)
-    live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
+    live = {id(tensor) for tensor in (*model.module.parameters(), *model.module.buffers())}
     targets = dict[str, Target]()
     objects = dict[str, str]()
     computed = dict[str, Any]()  # for the state dict: modules take it back

@@ -234,10 +234,10 @@ class CheckpointReader(Reader):
 def _file_of(path: Path) -> tuple[int, int] | None:
     """Return what tells a file from one that takes its place; None if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 class StateReader(Reader):

@@ -443,13 +443,13 @@ def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSyste
             part.objects[entry.name] = f"{stem}.pt"
             continue
         # A tied weight has one copy, under the first of its names.
-        key = by_name[first[entry.name]].name_in_file
-        if key not in (file := tensors.setdefault(f"{stem}{SUFFIX}", {})):
+        key, name = by_name[first[entry.name]].name_in_file, f"{stem}{SUFFIX}"
+        if key not in (file := tensors.setdefault(name, {})):
             file[key] = entry.value if snapshot is None else snapshot.copy(entry.name, entry.value)
         part.tensors[entry.name] = {
             "dtype": str(entry.value.dtype).removeprefix("torch."),
             "shape": entry.shape,
-            "pieces": [[f"{stem}{SUFFIX}", key, each.offsets, each.sizes, each.local_start] for each in entry.chunks],
+            "pieces": [[name, key, chunk.offsets, chunk.sizes, chunk.local_start] for chunk in entry.chunks],
         }
     for name, content in tensors.items():
         part.contents[name] = lambda file, content=content: write_tensors(file, content)  # type: ignore[misc]
