@@ -425,16 +425,15 @@ def _as_bytes(content: Any) -> Callable[[IO[bytes]], object]:
 
 def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSystems, snapshot: Snapshot | None) -> None:
     """Add this rank's share of what it holds: a file of tensors and one of other values, of the model and otherwise."""
-    first_names: dict[object, str] = {}
-    first = {entry.name: first_names.setdefault(_memory_of(entry), entry.name) for entry in entries}
-    by_name = {entry.name: entry for entry in entries}
-    items = [(name, by_name[name].num_bytes, by_name[name].writers(file_systems.here)) for name in first_names.values()]
+    by_memory: dict[object, StateEntry] = {}
+    first = {entry.name: by_memory.setdefault(_memory_of(entry), entry) for entry in entries}
+    items = [(entry.name, entry.num_bytes, entry.writers(file_systems.here)) for entry in by_memory.values()]
     writers = writers_of(items)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     values: dict[str, dict[str, Any]] = {}
     coordinates = state.mesh.coordinates(state.rank)
     for entry in entries:
-        if writers.get(first[entry.name]) != state.rank:
+        if writers.get(first[entry.name].name) != state.rank:
             continue
         kind = "model" if entry.name.startswith(MODEL) else "optimizer"
         stem = f"{kind}_{coordinates.pp}_{coordinates.tp}_{coordinates.rdp}"
@@ -443,7 +442,7 @@ def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSyste
             part.objects[entry.name] = f"{stem}.pt"
             continue
         # A tied weight has one copy, under the first of its names.
-        key, name = by_name[first[entry.name]].name_in_file, f"{stem}{SUFFIX}"
+        key, name = first[entry.name].name_in_file, f"{stem}{SUFFIX}"
         if key not in (file := tensors.setdefault(name, {})):
             file[key] = entry.value if snapshot is None else snapshot.copy(entry.name, entry.value)
         part.tensors[entry.name] = {
@@ -466,11 +465,15 @@ def _memory_of(entry: StateEntry) -> object:
     return value.data_ptr(), value.shape, value.stride(), value.dtype, entry.name.startswith(MODEL)
 
 
-def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str, str]) -> dict[int, int]:
-    """Return for each set of ranks that hold the same, as a number, what they divide among them, likewise."""
+def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str, StateEntry]) -> dict[int, int]:
+    """Return for each set of ranks that hold the same, as a number, what they divide among them, likewise.
+
+    Args:
+        first: by name, the first entry of the same tensor.
+    """
     ties: dict[str, list[str]] = {}
-    for name, first_name in first.items():
-        ties.setdefault(first_name, []).append(name)
+    for name, entry in first.items():
+        ties.setdefault(entry.name, []).append(name)
     divided: dict[frozenset[int], list[object]] = {}
     for name, size, holders in sorted(items, key=lambda item: item[0]):
         if len(holders) > 1:
