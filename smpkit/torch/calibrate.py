@@ -171,7 +171,7 @@ class _Measurement:
     def _link(self) -> HostLink:
         num_bytes = 64 * _MIB
         host = [devices.host_memory(num_bytes, self._device) for _ in range(2)]
-        there = [torch.empty_like(each, device=self._device, pin_memory=False) for each in host]
+        there = [torch.empty_like(buffer, device=self._device, pin_memory=False) for buffer in host]
         streams = [devices.new_stream(self._device) for _ in range(2)]
         tiny = there[0][:4], host[0][:4]
 
@@ -276,7 +276,7 @@ class _Measurement:
         One microbatch goes through stages that compute next to nothing: one rank after the other works, and none of
         them waits for a core.
         """
-        stages = max(each for each in (1, 2, 4, 8) if state.size % each == 0)
+        stages = max(count for count in (1, 2, 4, 8) if state.size % count == 0)
         init({"ddp": True, "timeout_seconds": 120, "pipeline_parallel_degree": stages, "skip_tracing": True})
         model = DistributedModel(nn.Sequential(*(nn.Linear(_TINY, _TINY) for _ in range(stages))))
         inputs = torch.zeros(1, _TINY, device=self._device)
@@ -305,22 +305,14 @@ def _ping(value: torch.Tensor) -> None:
         call(value, other, group=group)
 
 
-def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: Any) -> None:
-    dist.all_reduce(whole, group=group)
-
-
-def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    # Torch 2.13 deprecates the older name, which is the only one before.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part, group=group)
-
-
-def _reduce_scatter(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, whole, group=group)
-
-
-_OPERATIONS: Final = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+# Torch 2.13 deprecates the older names, which are the only ones before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPERATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, Any], object]]] = {
+    "all_reduce": lambda whole, _, group: dist.all_reduce(whole, group=group),
+    "all_gather": lambda whole, part, group: _all_gather(whole, part, group=group),
+    "reduce_scatter": lambda whole, part, group: _reduce_scatter(part, whole, group=group),
+}
 
 
 if __name__ == "__main__":

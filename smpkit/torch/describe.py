@@ -114,7 +114,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     masters = []
     if half is not None:
         if cfg.sharded_data_parallel_degree > 1:  # it keeps parameters in float32, and casts what it gathers
-            masters = [name for name, each in model.named_parameters() if each.is_floating_point()]
+            masters = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
         cast_model(model, half)
         inputs = cast_inputs(inputs, half)
     samples, tokens = _size_of(inputs)
@@ -168,7 +168,7 @@ def _recorded(
             assignment = assignment_of(facts.costs, places, len(places))
     except ConfigError:  # `decide` will say so
         return facts
-    tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     try:
         recorded, *doubled = record_on_fakes(model, assignment, calls, device, outputs)
@@ -185,11 +185,11 @@ def _recorded(
 
 def _size_of(inputs: Any) -> tuple[int, int]:
     """Return how many samples and tokens a microbatch has."""
-    tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.dim()]
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         return 0, 0
     samples = tensors[0].shape[0]
-    texts = [each for each in tensors if not each.is_floating_point() and each.dim() > 1]
+    texts = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() > 1]
     return samples, texts[0].numel() if texts else samples
 
 

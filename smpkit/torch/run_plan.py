@@ -120,9 +120,9 @@ def peak() -> tuple[float, str] | None:
 
 def _facts() -> ModelFacts | None:
     model = state.model
-    if model is None or model.pipeline is None:
-        return _own_facts.get(model) if model is not None else None
-    facts: ModelFacts | None = model.pipeline.facts
+    if model is None:
+        return None
+    facts: ModelFacts | None = _own_facts.get(model) if model.pipeline is None else model.pipeline.facts
     return facts
 
 

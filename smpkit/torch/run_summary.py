@@ -29,6 +29,7 @@ from smpkit.torch import run_plan
 from smpkit.torch.core import devices, status
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import shared_store
+from smpkit.torch.distributed.rendezvous import name_ranks
 from smpkit.torch.recording.recorder import QUIET, Recorder, latest_recorder
 from smpkit.torch.recording.step_values import current_values
 
@@ -138,8 +139,7 @@ def _gathered(own: _Figures, store: Store, recorder: Recorder) -> RunSummary:
     figures = [own, *(each for each in others.values() if each is not None)]
     notes = []
     if missing := [rank for rank, each in others.items() if each is None]:
-        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        notes.append(f"rank{'s' * (len(missing) > 1)} {names} had not ended {_WAIT.total_seconds():g} s later")
+        notes.append(f"{name_ranks(missing)} had not ended {_WAIT.total_seconds():g} s later")
     mesh, cfg = state.mesh, state.cfg
     slowest = max((each.step_seconds or 0.0 for each in figures), default=0.0)
     rate = 1 / slowest if slowest else None

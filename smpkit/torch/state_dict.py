@@ -39,10 +39,7 @@ def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
 
     Where several ranks hold an entry they hold equal ones.
     """
-    merged: dict[_Key, Any] = {}
-    for each in allgather(dict(part), CommGroup.PP_GROUP):
-        merged.update(each)
-    return merged
+    return {key: value for other in allgather(dict(part), CommGroup.PP_GROUP) for key, value in other.items()}
 
 
 def with_versions(source: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +135,7 @@ def gather_all(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any
 
     Of tensor-parallel parameters only the ranks with the same piece are asked: the others have states of other pieces.
     """
-    pieces = {number for number, each in enumerate(parameters) if is_tp_shard(each)}
+    pieces = {number for number, parameter in enumerate(parameters) if is_tp_shard(parameter)}
     ordinary = {number: entry for number, entry in own.items() if number not in pieces}
     states = merge_shards(allgather(ordinary, CommGroup.DP_GROUP))
     if pieces:
@@ -154,7 +151,7 @@ def gather_owned(
 
     All data-parallel ranks call this.
     """
-    owned = {number for number, each in enumerate(parameters) if owns(each)}
+    owned = {number for number, parameter in enumerate(parameters) if owns(parameter)}
     # First the numbers only: after saving and loading with the same ranks, each has its own states already. All ranks
     # must come to the same decision, because `gather_all` is collective.
     known = set().union(*allgather(set(states), CommGroup.DP_GROUP))

@@ -96,7 +96,7 @@ def reduce_without_a_log() -> list[float]:
         output.reduce_mean()  # no scalar
         if number == 1:
             smp.log({"first[2]": double})
-        double.reduce_mean()
+        double.reduce_mean().zero_()  # as `dist.all_reduce` changes it
         second(model, x).reduce_mean()
     with torch.no_grad():
         evaluated, other = evaluate(model, x), evaluate(model, -2 * x)

@@ -178,6 +178,19 @@ def test_a_link_to_a_folder_stays_and_its_folder_is_written(tmp_path: Path) -> N
     assert (tmp_path / "output" / "model.safetensors").is_file()
 
 
+def test_nothing_is_touched_outside_of_the_folder(tmp_path: Path) -> None:
+    """It removed what a save in the background wrote beside it, and could not rename to a folder on another disk."""
+    other = tmp_path / ".one_partial.0123456789abcdef.tmp"
+    other.mkdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".weights.0123456789abcdef.tmp").mkdir()  # of a save that was killed
+    plain_model()
+    smp.save_pretrained(out)
+    assert other.is_dir()
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
 def test_older_weights_are_replaced_and_other_files_stay(tmp_path: Path) -> None:
     plain_model()
     smp.save_pretrained(tmp_path / "out", max_shard_size=20)

@@ -3,15 +3,16 @@
 An agreement takes four messages for each rank but the first: size and text of what it says, and of the answer. So a
 save or a resume costs as many messages as there are ranks, times a number of agreements that does not depend on them.
 
-`together` is how saving and loading fail: all ranks succeed, or all of them raise.
+`together` is how saving and loading fail: all ranks succeed, or all of them raise. Whatever may take longer than ranks
+wait for each other calls `go_on` again and again meanwhile.
 """
 
 from __future__ import annotations
 
-import math
 import pickle
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ _TAG: Final = 0x5AA
 """Separates these messages from others between the same ranks."""
 _T = TypeVar("_T")
 _Answer = TypeVar("_Answer")
+_tell_others: ContextVar[Callable[[], None]] = ContextVar("_tell_others", default=lambda: None)
+"""Of the `together` that this thread is in."""
 
 
 def agree(value: _T, decide: Callable[[list[_T]], _Answer], group: dist.ProcessGroup | None = None) -> _Answer:
@@ -79,55 +82,46 @@ def together(
 
     Otherwise raise CheckpointError on all ranks, which begins with `failure` and names the ranks that failed.
     """
-    return work_together(failure, lambda _: attempt(), decide, group)
-
-
-def work_together(
-    failure: str,
-    work: Callable[[Callable[[], None]], _T],
-    decide: Callable[[list[_T]], _Answer],
-    group: dist.ProcessGroup | None = None,
-) -> tuple[_T, _Answer]:
-    """Do what `together` does for work that takes longer than the deadline of a wait.
-
-    Args:
-        work: calls the function that it is given again and again, which tells the other ranks that it goes on. When
-            the work has ended, that does nothing.
-    """
     last = time.monotonic()
 
-    def go_on() -> None:
+    def tell_others() -> None:
         nonlocal last
         if time.monotonic() - last > state.timeout.total_seconds() / 3:
             agree(None, lambda _: None, group)
             last = time.monotonic()
 
-    def settle(ends: list[tuple[str | None, _T | None] | None]) -> tuple[list[str], _Answer | None] | None:
+    def settle(ends: list[Any]) -> tuple[list[str], Any] | None:
+        """Return who failed, and else what is decided; None if somebody is still at it."""
         if None in ends:
-            return None  # somebody is still at it
-        failed = [f"rank {rank}: {end[0]}" for rank, end in enumerate(ends) if end is not None and end[0] is not None]
-        if failed:
-            return failed, None
+            return None
+        failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(ends) if message is not None]
         try:
-            return [], decide([end[1] for end in ends if end is not None])  # type: ignore[misc]
+            return failed, None if failed else decide([result for _, result in ends])
         except CheckpointError as error:
             return [error.message], None
 
     cause: Exception | None = None
     result: Any = None
+    outside = _tell_others.set(tell_others)
     try:
-        result = work(go_on)
+        result = attempt()
     except Exception as error:  # of any kind: this rank must reach the agreement below, or the others wait for it
         cause = error
-    last = math.inf
-    end: tuple[str | None, Any] | None = (None if cause is None else message_of(cause), result)
+    finally:
+        _tell_others.reset(outside)
+    end = None if cause is None else message_of(cause), result
     while (answer := agree(end, settle, group)) is None:
         pass
     failed, decision = answer
     if failed:
         hint = cause.hint if isinstance(cause, SmpkitError) else None
         raise CheckpointError(f"{failure}; {'; '.join(failed)}", hint=hint) from cause
-    return result, decision  # type: ignore[return-value]
+    return result, decision
+
+
+def go_on() -> None:
+    """Tell the ranks that wait for this one in `together` that it is still at work; elsewhere do nothing."""
+    _tell_others.get()()
 
 
 def message_of(error: Exception) -> str:

@@ -34,16 +34,15 @@ class PendingSave:
         self.tag = tag
         self._error: Exception | None = None
         self._is_reported = False
-        self._work = work
         # A daemon: after a failure of the job, the process must be able to end. Otherwise shutdown waits for it.
-        self._thread = threading.Thread(target=self._run, name="smpkit-save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work,), name="smpkit-save", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._work()
+            work()
         except Exception as error:  # raised by whoever waits
             self._error = error
 

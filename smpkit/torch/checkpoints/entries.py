@@ -8,6 +8,7 @@ of torch's distributed checkpoints.
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -132,7 +133,8 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
             f" `param_groups`{more}",
             hint="wrap an optimizer that keeps all in these two, or save with smp.save(optimizer.state_dict(), ...)",
         )
-    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    members = members_of(optimizer, model)
+    names, parameters = [*members], [*members.values()]
     _warn_of_values_beyond_model(model, parameters)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     everywhere = frozenset(range(state.size))
@@ -153,11 +155,12 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
 
 
 def _warn_of_values_beyond_model(model: DistributedModel, parameters: Iterable[torch.Tensor]) -> None:
-    for each in parameters:
-        if each.requires_grad and each not in model.placement:
+    for parameter in parameters:
+        if parameter.requires_grad and parameter not in model.placement:
             warn_user(
-                f"the optimizer trains a parameter of shape {list(each.shape)} that is not in the model: a checkpoint"
-                " has its states, but not its value, so keep that in `user_content`, or wrap one module that has both"
+                f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in the model: a"
+                " checkpoint has its states, but not its value, so keep that in `user_content`, or wrap one module that"
+                " has both"
             )
             return
 
@@ -178,37 +181,41 @@ def _entry(name: str, value: Any, division: Division | None, holders: frozenset[
     return StateEntry(name, local, tuple(local.shape), tuple(chunks_of(local.shape)), holders)
 
 
-def parameter_names(optimizer: WrappedOptimizer, model: DistributedModel) -> list[str]:
-    """Return the name of each parameter of an optimizer, in the order of torch's state dicts."""
+def members_of(optimizer: WrappedOptimizer, model: DistributedModel) -> dict[str, torch.Tensor]:
+    """Return the parameters of an optimizer by name, in the order in which torch's state dicts count them."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    return [names.get(id(parameter), f"#{index}") for index, parameter in enumerate(optimizer_parameters(optimizer))]
-
-
-def optimizer_parameters(optimizer: WrappedOptimizer) -> list[torch.Tensor]:
-    """Return the model's parameters in the order in which torch's state dicts of an optimizer count them."""
     members = [optimizer.model_parameter(member) for group in optimizer.param_groups for member in group["params"]]
-    return list({id(parameter): parameter for parameter in members}.values())
+    unique = {id(parameter): parameter for parameter in members}.values()
+    return {names.get(id(parameter), f"#{number}"): parameter for number, parameter in enumerate(unique)}
 
 
-def writers_of(items: Iterable[tuple[str, int, frozenset[int]]], here: Collection[int]) -> dict[str, int]:
-    """Return by name which of the ranks that hold an item, and share a file system, writes it.
+def writers_of(items: Iterable[tuple[str, int, frozenset[int]]]) -> dict[str, int]:
+    """Return by name which of the ranks that may write an item does so; nothing of one that none may write.
 
-    Ranks that hold the same items divide them so that each of `MAX_WRITERS`, spread over them, writes about as many
-    bytes. All of them come to the same answer for these, whatever else they hold, without a message.
+    Ranks that hold the same items divide them among `MAX_WRITERS` of them. All come to the same answer for these,
+    whatever else they hold, without a message.
 
     Args:
-        items: name, bytes, and the ranks that hold it.
-        here: the ranks that share a file system. Items that none of them holds are left out.
+        items: name, bytes, and the ranks that may write it.
     """
-    written: dict[frozenset[int], dict[int, int]] = {}
-    writers = {}
-    for name, size, holders in sorted(items, key=lambda item: (-item[1], item[0])):
-        if ranks := holders.intersection(here):
-            step = -(-len(ranks) // MAX_WRITERS)
-            so_far = written.setdefault(ranks, dict.fromkeys(sorted(ranks)[::step], 0))
-            writers[name] = min(so_far, key=so_far.__getitem__)
-            so_far[writers[name]] += size
+    shared: dict[frozenset[int], list[tuple[str, int]]] = {}
+    for name, size, ranks in items:
+        shared.setdefault(ranks, []).append((name, size))
+    writers = dict[str, int]()
+    for ranks, sizes in shared.items():
+        step = -(-len(ranks) // MAX_WRITERS)
+        writers |= shares_of(sizes, sorted(ranks)[::step]) if ranks else {}
     return writers
+
+
+def shares_of(sizes: Iterable[tuple[str, int]], ranks: Iterable[int]) -> dict[str, int]:
+    """Return by name which of the ranks takes an item of so many bytes: each gets about as many as the others."""
+    taken = [(0, rank) for rank in ranks]  # a heap: whoever has least so far is first
+    shares = dict[str, int]()
+    for name, size in sorted(sizes, key=lambda item: (-item[1], item[0])):
+        so_far, shares[name] = taken[0]
+        heapq.heapreplace(taken, (so_far + size, shares[name]))
+    return shares
 
 
 @dataclass(frozen=True)

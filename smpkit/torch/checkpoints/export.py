@@ -55,7 +55,7 @@ def export(checkpoint: Path, target: Path, layout: str = "smp-v1") -> Path:
             f"`{target}` cannot be made: there is no folder `{target.parent}`", hint="make that folder first"
         )
     source = _find_checkpoint(checkpoint)
-    staged = files.staging_folder(target.parent, target.name, files.new_save_id())
+    staged = files.staging_path(target.parent, target.name)
     try:
         with files.as_checkpoint_error(f"`{target}` cannot be written"):
             staged.mkdir()

@@ -59,7 +59,7 @@ def _mark(marker: Path) -> None:
 
 
 def _lowest(path: Path, save_id: str) -> int:
-    seen = [int(found.name.split(".")[1].removeprefix("rank_")) for found in path.glob(f".rank_*.{save_id}.tmp")]
+    seen = [int(marker.name.split(".")[1].removeprefix("rank_")) for marker in path.glob(f".rank_*.{save_id}.tmp")]
     return min(seen, default=state.rank)
 
 
@@ -83,7 +83,7 @@ def file_systems_of(path: Path, failure: str) -> FileSystems:
 def _identity(path: Path) -> tuple[int, ...] | None:
     """Return what is the same on all hosts that see the same file, and differs between copies of it."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns

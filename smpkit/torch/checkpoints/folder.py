@@ -42,6 +42,7 @@ from smpkit.config.documents import read_regular
 from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.plan.tune.chain import Choice
+from smpkit.torch.checkpoints.agreement import go_on
 from smpkit.torch.distributed.cores import own_cores
 
 INDEX: Final = "index.json"
@@ -182,11 +183,10 @@ def pieces_of(data: memoryview) -> Iterator[memoryview]:
 
 
 class _CheckedFile:
-    """Counts the size and the CRC-32 of what is written through it, and calls `go_on` again and again meanwhile."""
+    """Counts the size and the CRC-32 of what is written through it."""
 
-    def __init__(self, file: BinaryIO, go_on: Callable[[], None]) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._go_on = go_on
         self.size = self.crc = self._flushed = 0
 
     def write(self, data: Any) -> int:
@@ -197,7 +197,7 @@ class _CheckedFile:
             self.size += len(piece)
             if self.size - self._flushed > FLUSHED_BYTES:
                 self.sync()
-            self._go_on()
+            go_on()
         return len(data)
 
     def flush(self) -> None:
@@ -210,12 +210,10 @@ class _CheckedFile:
         self._flushed = self.size
 
 
-def fsync_write(
-    path: Path, write: Callable[[IO[bytes]], object], go_on: Callable[[], None] = lambda: None
-) -> tuple[int, int]:
+def fsync_write(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, int]:
     """Write a new file from its begin to its end and flush it to the disk; return its size in bytes, and its CRC-32."""
     with path.open("wb") as file:
-        checked = _CheckedFile(file, go_on)
+        checked = _CheckedFile(file)
         write(cast("IO[bytes]", checked))
         checked.sync()
     return checked.size, checked.crc
@@ -223,7 +221,7 @@ def fsync_write(
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replace `path` by a new file in one rename. Readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")  # in the same folder: a rename is atomic there
+    temporary = staging_path(path.parent, path.name)  # in the same folder: a rename is atomic there
     try:
         # Flush before the rename, or after a crash the new name may be there without its content.
         fsync_write(temporary, write)
@@ -248,9 +246,9 @@ def new_save_id() -> str:
     return secrets.token_hex(8)
 
 
-def staging_folder(path: Path, name: str, save_id: str) -> Path:
+def staging_path(path: Path, name: str, save_id: str | None = None) -> Path:
     """Return where `path / name` is written before it is published."""
-    return path / f".{name}.{save_id}.tmp"
+    return path / f".{name}.{save_id or new_save_id()}.tmp"
 
 
 def publish_folder(staged: Path, target: Path, index: str) -> None:
@@ -258,7 +256,7 @@ def publish_folder(staged: Path, target: Path, index: str) -> None:
 
     Does nothing if another host has published it on the same file system.
     """
-    replaced = staged.with_name(f".{target.name}.{new_save_id()}.tmp")
+    replaced = staging_path(target.parent, target.name)
     try:
         fsync_write(staged / INDEX, lambda file: file.write(index.encode()))
         sync_folder(staged)
@@ -382,13 +380,13 @@ def look_at(folder: Path, index: Index, names: Iterable[str]) -> tuple[str | Non
     """
     missing = []
     for name in names:
-        found, size = _stat(folder / name), index.files[name]["size"]
-        if found is None:
+        status, size = _stat(folder / name), index.files[name]["size"]
+        if status is None:
             missing.append(name)
-        elif not stat.S_ISREG(found.st_mode):
+        elif not stat.S_ISREG(status.st_mode):
             return f"{folder / name} is a folder, a pipe or a device, not a file", missing
-        elif found.st_size != size:
-            return f"{folder / name} has {found.st_size} bytes instead of {size}", missing
+        elif status.st_size != size:
+            return f"{folder / name} has {status.st_size} bytes instead of {size}", missing
     return None, missing
 
 
@@ -401,11 +399,11 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-def find_corruption(crcs: Mapping[Path, int], go_on: Callable[[], None] = lambda: None) -> str | None:
+def find_corruption(crcs: Mapping[Path, int]) -> str | None:
     """Return which of these files has not the CRC-32 that it should have; None if all have.
 
-    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap; meanwhile this
-    one calls `go_on` again and again. A file that cannot be read raises OSError, which says nothing of what is in it.
+    Threads read them, as many at a time as this rank has cores, so that reading and computing overlap. A file that
+    cannot be read raises OSError, which says nothing of what is in it.
     """
     with ThreadPoolExecutor(min(_MAX_THREADS, own_cores()), "smpkit-checksums") as pool:
         try:
@@ -500,11 +498,9 @@ def _indices_in(path: Path, newest: str | None, damaged: dict[str, str]) -> dict
     return dict(sorted(indices.items(), key=lambda item: -item[1].order))
 
 
-def complete_partials(path: Path) -> list[tuple[str, Index]]:
-    """Return the folders of complete partial checkpoints in `path` and their indices, newest first."""
-    return [
-        (name, index) for name, index in _indices_in(path, None, {}).items() if find_damage(path / name, index) is None
-    ]
+def complete_partials(path: Path) -> list[str]:
+    """Return the names of the complete partial checkpoints in `path`, newest first."""
+    return [name for name, index in _indices_in(path, None, {}).items() if find_damage(path / name, index) is None]
 
 
 def next_order(path: Path, last: int) -> int:

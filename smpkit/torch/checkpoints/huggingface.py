@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise, work_together
+from smpkit.torch.checkpoints.agreement import all_or_raise, go_on
 from smpkit.torch.checkpoints.entries import wrapped_model
 from smpkit.torch.checkpoints.load import load_model
 from smpkit.torch.checkpoints.reader import Reader, whole_tensor
@@ -37,6 +37,7 @@ INDEX: Final = "model.safetensors.index.json"
 _WEIGHT_FILES: Final = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin.*"
 )
+_STAGED: Final = "weights"
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -65,19 +66,14 @@ def save_pretrained(
             " `model.get_module().save_pretrained(folder, state_dict=whole)`",
         )
     failure = f"the model was not saved to {target}"
-    staged = files.staging_folder(target.parent, target.name, files.new_save_id())  # rank 0's is used
     all_or_raise(failure, run_deferred_loads)
     whole = all_or_raise(failure, lambda: WholeState(model, translate=True))
     tied = _tied_names(model.module)
     shards = _split_by_size({name: spec for name, spec in whole.specs.items() if name not in tied}, limit)
-    with contextlib.ExitStack() as stack:
-        if state.rank == 0:
-            stack.callback(shutil.rmtree, staged, ignore_errors=True)
-        all_or_raise(failure, lambda: _stage(staged, target, model.module, shards))
-        writer = _ShardWriter(staged, shards)
-        stack.callback(writer.close)
-        whole.deliver(writer.write, failure)
-        all_or_raise(failure, lambda: _publish(staged, target, writer))
+    with contextlib.closing(_Folder(target, model.module, shards)) as hub:
+        all_or_raise(failure, lambda: hub.begin() if state.rank == 0 else None)
+        whole.deliver(hub.write, failure)
+        all_or_raise(failure, lambda: hub.publish() if state.rank == 0 else None)
 
 
 def load_pretrained(
@@ -100,12 +96,10 @@ def load_pretrained(
     """
     wrapped, path = wrapped_model(model), Path(folder)
 
-    def load(go_on: Callable[[], None]) -> None:
-        reader = _reader_of(path, wrapped.module)
-        reader.go_on = go_on
-        load_model(wrapped, reader, strict, prefix="")
+    def load() -> None:
+        load_model(wrapped, _reader_of(path, wrapped.module), strict, prefix="")
 
-    work_together(f"{path} was not loaded", load, lambda _: None)
+    all_or_raise(f"{path} was not loaded", load)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -150,40 +144,39 @@ def _split_by_size(specs: Specs, limit: int) -> dict[str, Specs]:
     return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
-def _stage(staged: Path, target: Path, root: nn.Module, shards: Mapping[str, Specs]) -> None:
-    """Make the hidden folder with what is not a tensor."""
-    if state.rank > 0:
-        return
-    with files.as_checkpoint_error(f"{target} cannot be written"):
-        target.mkdir(parents=True, exist_ok=True)
-        files.remove_leftovers(target.parent, staged.name.rsplit(".", 2)[1])
-        staged.mkdir()
-        if len(shards) > 1:
-            specs = [spec for part in shards.values() for spec in part.values()]
-            size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
-            weight_map = {name: file for file, part in shards.items() for name in part}
-            text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-            files.fsync_write(staged / INDEX, lambda file: file.write(text.encode()))
-        _write_config(staged, root, {dtype for part in shards.values() for _, dtype in part.values()})
+class _Folder:
+    """A folder of the hub as rank 0 writes it: hidden in its target until all of it is there."""
 
-
-class _ShardWriter:
-    """Writes tensors into their files, one file after the other; a tensor of no file, as a tied weight, is left out."""
-
-    def __init__(self, staged: Path, shards: Mapping[str, Specs]) -> None:
-        self._staged = staged
-        self._shards = shards
+    def __init__(self, target: Path, root: nn.Module, shards: Mapping[str, Specs]) -> None:
+        self._target, self._root, self._shards = target, root, shards
+        # In the target itself: what is beside it may be of other saves, or on another disk.
+        self._staged = files.staging_path(target, _STAGED)
         self._file_of = {name: file for file, part in shards.items() for name in part}
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
         self._unflushed = 0
 
-    def write(self, name: str, value: torch.Tensor, go_on: Callable[[], None]) -> None:
+    def begin(self) -> None:
+        """Make it, with what is not a tensor."""
+        specs = [spec for part in self._shards.values() for spec in part.values()]
+        with files.as_checkpoint_error(f"{self._target} cannot be written"):
+            self._target.mkdir(parents=True, exist_ok=True)
+            for leftover in self._target.glob(f".{_STAGED}.*.tmp"):  # of a save that died
+                shutil.rmtree(leftover, ignore_errors=True)
+            self._staged.mkdir()
+            if len(self._shards) > 1:
+                size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
+                text = json.dumps({"metadata": {"total_size": size}, "weight_map": self._file_of}, indent=2)
+                files.fsync_write(self._staged / INDEX, lambda file: file.write(text.encode()))
+            _write_config(self._staged, self._root, {dtype for _, dtype in specs})
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Write a tensor to its file, one file after the other; a tensor of no file, as a tied weight, is left out."""
         if name not in self._file_of:
             return
         with files.as_checkpoint_error(f"{self._file_of[name]} cannot be written"):
             if name not in self._offsets:
-                self.close()
+                self._finish_file()
                 header, self._offsets = header_of(self._shards[self._file_of[name]])
                 self._file = (self._staged / self._file_of[name]).open("wb")
                 self._file.write(header)
@@ -201,11 +194,30 @@ class _ShardWriter:
         os.fsync(file.fileno())
         self._unflushed = 0
 
-    def close(self) -> None:
+    def _finish_file(self) -> None:
         if self._file is not None:
-            file, self._file = self._file, None
-            self._flush(file)
-            file.close()
+            self._flush(self._file)
+            self._file.close()
+
+    def publish(self) -> None:
+        """Move all into the target, and remove weights of an older save there."""
+        with files.as_checkpoint_error(f"{self._target} cannot be written"):
+            self._finish_file()
+            written = sorted(self._staged.iterdir(), key=lambda path: path.name == INDEX)  # which names the others
+            for path in written:
+                path.replace(self._target / path.name)
+            names = {path.name for path in written}
+            for path in self._target.iterdir():
+                if path.name not in names and _WEIGHT_FILES.fullmatch(path.name):  # of an older save
+                    path.unlink()
+            files.sync_folder(self._target)
+
+    def close(self) -> None:
+        """Remove what was not published."""
+        with contextlib.suppress(OSError):  # a full disk has been told of
+            if self._file is not None:
+                self._file.close()
+        shutil.rmtree(self._staged, ignore_errors=True)
 
 
 def _write_config(staged: Path, root: nn.Module, dtypes: set[torch.dtype]) -> None:
@@ -228,21 +240,6 @@ def _original_class(root: nn.Module) -> type[nn.Module]:
     """Return the script's own class of a model; tensor parallelism may have replaced the whole model."""
     entry = applied_rule_of(root)
     return type(root) if entry is None else entry.original_class
-
-
-def _publish(staged: Path, target: Path, writer: _ShardWriter) -> None:
-    if state.rank > 0:
-        return
-    with files.as_checkpoint_error(f"{target} cannot be written"):
-        writer.close()
-        written = sorted(staged.iterdir(), key=lambda path: path.name == INDEX)  # which names the others
-        for path in written:
-            path.replace(target / path.name)
-        names = {path.name for path in written}
-        for path in target.iterdir():
-            if path.name not in names and _WEIGHT_FILES.fullmatch(path.name):  # of an older save
-                path.unlink()
-        files.sync_folder(target)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ from smpkit.torch.checkpoints.entries import (
     chunks_of,
     copy_chunks,
     division_of,
-    optimizer_parameters,
-    parameter_names,
+    members_of,
     translated,
 )
 from smpkit.torch.checkpoints.reader import Reader, Target, read_into, read_whole
@@ -164,7 +163,7 @@ def _check_doubles(
 
 def _fill(model: DistributedModel, reader: Reader, sources: Mapping[str, TensorSource], strict: bool) -> None:
     state_dict = model.module.state_dict(keep_vars=True)
-    live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
+    live = {id(tensor) for tensor in (*model.module.parameters(), *model.module.buffers())}
     targets = dict[str, Target]()
     objects = dict[str, str]()
     computed = dict[str, Any]()  # for the state dict: modules take it back
@@ -245,11 +244,10 @@ def _load_settings(optimizer: WrappedOptimizer, model: DistributedModel, saved: 
             f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(groups)}",
             hint="make the same parameter groups, or pass load_optimizer=False",
         )
-    names, before = parameter_names(optimizer, model), dict[str, int]()
-    for number, group in enumerate(saved):
-        before |= dict.fromkeys(group["params"], number)
-    for number, params in enumerate(_members(optimizer)):
-        for name in (names[each] for each in params):
+    names = {id(parameter): name for name, parameter in members_of(optimizer, model).items()}
+    before = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    for number, group in enumerate(groups):
+        for name in (names[id(optimizer.model_parameter(member))] for member in group["params"]):
             if before.get(name, number) != number:
                 raise CheckpointError(
                     f"`{name}` is in parameter group {number} here and in {before[name]} there",
@@ -259,23 +257,14 @@ def _load_settings(optimizer: WrappedOptimizer, model: DistributedModel, saved: 
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
-def _members(optimizer: WrappedOptimizer) -> list[list[int]]:
-    """Return the numbers of each group's parameters."""
-    numbers = {id(parameter): number for number, parameter in enumerate(optimizer_parameters(optimizer))}
-    return [
-        [numbers[id(optimizer.model_parameter(member))] for member in group["params"]]
-        for group in optimizer.param_groups
-    ]
-
-
 def _load_states(optimizer: WrappedOptimizer, model: DistributedModel, reader: Reader) -> None:
     by_parameter = _states_by_parameter(reader)
     factories = _state_factories(model.module, reader, by_parameter)
-    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    members = members_of(optimizer, model)
     states = defaultdict[int, dict[str, Any]](dict)
     targets = dict[str, Target]()
     objects: list[tuple[int, str, str]] = []
-    for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+    for number, (name, parameter) in enumerate(members.items()):
         if not model.owns(parameter):
             continue
         if name in factories:
@@ -294,8 +283,10 @@ def _load_states(optimizer: WrappedOptimizer, model: DistributedModel, reader: R
     for number, key, full in objects:
         states[number][key] = values[full]
     scaler = {SCALER_KEY: values[SCALER]} if scalers else {}
+    numbers = {id(parameter): number for number, parameter in enumerate(members.values())}
     groups = [
-        {**group, "params": params} for group, params in zip(optimizer.param_groups, _members(optimizer), strict=True)
+        {**group, "params": [numbers[id(optimizer.model_parameter(member))] for member in group["params"]]}
+        for group in optimizer.param_groups
     ]
     optimizer.load_state_dict({"state": dict(states), "param_groups": groups, **scaler})
 

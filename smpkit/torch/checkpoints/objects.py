@@ -28,7 +28,7 @@ import stat
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Final
@@ -36,6 +36,7 @@ from typing import IO, Any, Final
 import torch
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.agreement import go_on
 from smpkit.torch.checkpoints.folder import PIECE_BYTES, as_checkpoint_error, atomic_write
 
 _MAX_NAMED: Final = 5
@@ -49,10 +50,13 @@ _HINT: Final = (
 # --- writing and reading ----------------------------------------------------------------------------------------------
 
 
-def dump(obj: Any, file: IO[bytes], pickle_protocol: int = 2) -> None:
-    """Write an object as `torch.save` does; raise CheckpointError if it cannot be pickled, or could not be read."""
+def dump(obj: Any, file: IO[bytes], pickle_module: Any = None, pickle_protocol: int = 2) -> None:
+    """Write an object as `torch.save` does; raise CheckpointError if it cannot be pickled, or could not be read.
+
+    What a `pickle_module` writes may need a reader that trusts the file.
+    """
     try:
-        torch.save(obj, file, _Pickle, pickle_protocol)
+        torch.save(obj, file, pickle_module or _Pickle, pickle_protocol)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"what is to be saved holds something that cannot be pickled: {error}",
@@ -139,16 +143,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> None:
-    """Write `obj` completely or not at all. What a `pickle_module` writes may need a reader that trusts the file."""
-
-    def write(file: IO[bytes]) -> None:
-        if pickle_module is None:
-            dump(obj, file, pickle_protocol)
-        else:
-            torch.save(obj, file, pickle_module, pickle_protocol)
-
+    """Write a file of `dump` completely or not at all."""
     with as_checkpoint_error(f"{path} cannot be written"):
-        atomic_write(path, write)
+        atomic_write(path, lambda file: dump(obj, file, pickle_module, pickle_protocol))
 
 
 def read_file(
@@ -164,8 +161,7 @@ def read_file(
         pickle_module: reads the file in torch's place, whatever it names.
         weights_only: False loads whatever the file names; None: True, unless the user has set torch's variable.
     """
-    # A file that is mapped is not read as a whole.
-    check_archive(path, None if options.get("mmap") else lambda: None)
+    check_archive(path, reads_all=not options.get("mmap"))  # a file that is mapped is not read as a whole
     if weights_only is None:
         trusts_files = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower()
         weights_only = trusts_files not in {"1", "y", "yes", "true"}
@@ -179,15 +175,14 @@ def read_file(
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
 
 
-def check_archive(path: Path, go_on: Callable[[], None] | None = None) -> None:
+def check_archive(path: Path, *, reads_all: bool = True) -> None:
     """Raise CheckpointError unless a file's own description of its members is possible.
 
     The sizes of members are declared in the file, and torch allocates memory for them before it reads: a compressed
     member, or many that claim the same bytes, could ask for any amount. `torch.save` writes neither.
 
     Args:
-        go_on: compare the members with the checksums in the file too, which torch does not; called again and again
-            meanwhile.
+        reads_all: compare the members with the checksums in the file too, which torch does not.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -207,7 +202,7 @@ def check_archive(path: Path, go_on: Callable[[], None] | None = None) -> None:
                     )
                 total += info.file_size
                 with archive.open(info) as member:  # compares what stands before the member with the directory
-                    while go_on is not None and member.read(PIECE_BYTES):
+                    while reads_all and member.read(PIECE_BYTES):
                         go_on()
                 if info.header_offset + info.file_size > room or total > room:
                     raise zipfile.BadZipFile(f"`{info.filename}` is not where the archive's directory says")

@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.agreement import go_on
 from smpkit.torch.checkpoints.entries import Chunk, chunks_of, view_of
-from smpkit.torch.checkpoints.folder import INDEX, dtype_of, find_corruption, find_damage, read_index
+from smpkit.torch.checkpoints.folder import INDEX, dtype_of, find_corruption, look_at, missing_text, read_index
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.checkpoints.tensors import open_tensors
 
@@ -50,8 +51,6 @@ class Reader(StorageReader):
 
     objects: Collection[str] = ()
     """The names of values that are no tensors."""
-    go_on: Callable[[], None] = staticmethod(lambda: None)
-    """Called again and again while it reads."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class Reader(StorageReader):
             with self.open(file) as read_slice:
                 for key, at, item in wanted:
                     place(item, read_slice(key, at, item.lengths))
-                    self.go_on()
+                    go_on()
 
     # --- the interface of torch's loader -----------------------------------------------------------------------------
 
@@ -171,9 +170,9 @@ class CheckpointReader(Reader):
         self._save = _file_of(path / INDEX)
         self.index = read_index(path)
         if missing is None:
-            if damage := find_damage(path, self.index):
+            damage, missing = look_at(path, self.index, self.index.files)
+            if damage := damage or missing_text(path, self.index, missing):
                 raise CheckpointError(damage)
-            missing = [name for name in self.index.files if not (path / name).is_file()]
         self._missing = frozenset(missing)
         self.weights_only, self._verify_checksums = weights_only, verify_checksums
         self._to_verify = set(self.index.files) if verify_checksums else set[str]()
@@ -227,7 +226,7 @@ class CheckpointReader(Reader):
             )
         new = self._to_verify.intersection(names)
         crcs = {self.folder / name: self.index.files[name]["crc32"] for name in sorted(new)}
-        if corruption := find_corruption(crcs, self.go_on):
+        if corruption := find_corruption(crcs):
             raise CheckpointError(corruption)
         self._to_verify -= new
 
@@ -235,10 +234,10 @@ class CheckpointReader(Reader):
 def _file_of(path: Path) -> tuple[int, int] | None:
     """Return what tells a file from one that takes its place; None if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 class StateReader(Reader):

@@ -7,7 +7,6 @@ checkpoint among them and compare each once with its size and checksum; then eac
 from __future__ import annotations
 
 import contextlib
-import heapq
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,9 @@ from typing import Any
 from smpkit.errors import CheckpointError, escaped
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import together, work_together
+from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.checkpoints.background import finish_previous_save
-from smpkit.torch.checkpoints.entries import GROUPS, degrees, precision, wrapped_model
+from smpkit.torch.checkpoints.entries import GROUPS, degrees, precision, shares_of, wrapped_model
 from smpkit.torch.checkpoints.file_systems import FileSystems, file_systems_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.objects import check_archive, read_file
@@ -84,12 +83,11 @@ def resume_from_checkpoint(
     choice = _Choice(folder, partial, optimizer is not None, verify_checksums)
     name, missing = choice.newest() if tag is None else choice.tagged(tag)
 
-    def load(go_on: Callable[[], None]) -> Any:
+    def load() -> Any:
         drop_deferred_loads()  # of an earlier call, which would overwrite this one's values in the first step
         if not partial:
-            return _load_full(folder, name, model, strict, translate_function, weights_only, go_on)
+            return _load_full(folder, name, model, strict, translate_function, weights_only)
         reader = CheckpointReader(folder / name, False, missing=missing, weights_only=weights_only)
-        reader.go_on = go_on
         content = _load_partial(reader, model, optimizer, strict, states)
         if load_optimizer and optimizer is None and GROUPS in reader.objects:
             warn_user(
@@ -98,10 +96,7 @@ def resume_from_checkpoint(
             )
         return content
 
-    failure = f"checkpoint `{name}` in {folder} was not loaded"
-    user_content: list[Any] = []  # it stays on this rank
-    work_together(failure, lambda go_on: user_content.append(load(go_on)), lambda _: None)
-    return user_content[0]
+    return all_or_raise(f"checkpoint `{name}` in {folder} was not loaded", load)
 
 
 def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str | None:
@@ -215,20 +210,23 @@ class _Choice:
         """
         path = self.folder / name
 
-        def look(go_on: Callable[[], None]) -> tuple[str | None, list[str]]:
+        def look() -> tuple[str | None, list[str]]:
             try:
                 if not self.partial:
                     if self.verify_checksums and file_systems.is_leader:
-                        check_archive(path, go_on)
+                        check_archive(path)
                     return None, []
                 index = files.read_index(path)
-                names = files_to_check(
-                    index, file_systems.here.index(state.rank), len(file_systems.here), self.with_optimizer
-                )
+                wanted = [
+                    (name, entry["size"])
+                    for name, entry in index.files.items()
+                    if self.with_optimizer or not name.startswith("optimizer_")
+                ]
+                names = [name for name, rank in shares_of(wanted, file_systems.here).items() if rank == state.rank]
                 damage, missing = files.look_at(path, index, names)
                 if damage is None and self.verify_checksums:
                     here = sorted(set(names) - set(missing))
-                    damage = files.find_corruption({path / name: index.files[name]["crc32"] for name in here}, go_on)
+                    damage = files.find_corruption({path / name: index.files[name]["crc32"] for name in here})
                 return damage, missing
             except CheckpointError as error:
                 if files.is_fault_of_machine(error):
@@ -246,20 +244,8 @@ class _Choice:
                 damages = [f"rank {leader}: {text}" for leader, text in texts.items() if text]
             return next(iter(damages), None), lacking
 
-        _, (damage, lacking) = work_together(failure, look, decide)
+        _, (damage, lacking) = together(failure, look, decide)
         return damage, lacking[file_systems.leader]
-
-
-def files_to_check(index: files.Index, position: int, count: int, with_optimizer: bool) -> list[str]:
-    """Return which files one of `count` ranks compares with their checksums: about as many bytes as each other one."""
-    taken, mine = [(0, rank) for rank in range(count)], []  # a heap: whoever has least so far is first
-    wanted = [name for name in index.files if with_optimizer or not name.startswith("optimizer_")]
-    for name in sorted(wanted, key=lambda name: (-index.files[name]["size"], name)):
-        so_far, least = taken[0]
-        heapq.heapreplace(taken, (so_far + index.files[name]["size"], least))
-        if least == position:
-            mine.append(name)
-    return mine
 
 
 _Saves = tuple[dict[str, str], dict[str, str], str | None]
@@ -347,7 +333,6 @@ def _load_full(
     strict: bool,
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None,
     weights_only: bool | None,
-    go_on: Callable[[], None],
 ) -> Any:
     path, content = folder / name, folder / f"{USER_CONTENT}_{name}"
     if not path.is_file():
@@ -365,7 +350,5 @@ def _load_full(
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
     saved = translate(dict(saved)) if translate else saved
     values = {key: value for key, value in saved.items() if key != PARTIAL_KEY}
-    reader = StateReader(path, values)
-    reader.go_on = go_on
-    load_model(model, reader, strict, prefix="")
+    load_model(model, StateReader(path, values), strict, prefix="")
     return user_content

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.agreement import all_or_raise, work_together
+from smpkit.torch.checkpoints.agreement import all_or_raise, together
 from smpkit.torch.checkpoints.background import PendingSave, Snapshot, agree_after_previous_save, start
 from smpkit.torch.checkpoints.entries import (
     MODEL,
@@ -120,14 +120,13 @@ def save_checkpoint(
         with save.cleaned_up_on_failure():
             all_or_raise(save.failure, lambda: save.make_folder(part()))
             write_full(save.staged / tag, wrapped, save.failure, translate=translate_if_full)
-    job = _about(wrapped)
 
     def finish() -> None:
         with save.cleaned_up_on_failure():
             try:
                 if snapshot is not None:
                     snapshot.wait()
-                save.complete(part, job, group)
+                save.complete(part, group)
             except SmpkitError as error:
                 if blocking or isinstance(error, CheckpointError):
                     raise
@@ -152,11 +151,11 @@ def _outcome(attempt: Callable[[], _T]) -> Callable[[], _T]:
 def _begin(path: Path, tag: str, partial: bool, kept: int | None, user_content: Any) -> _Save:
     """Wait for the save before, check that all ranks make the same one now, and find out who writes where."""
     failure = f"checkpoint `{tag}` was not saved"
-    known, save_id = known_file_systems(path), files.new_save_id() if state.rank == 0 else ""
-    # Before any file is touched: ranks with different tags would write to different folders.
+    known = known_file_systems(path)
     content = _digest_of_content(user_content) if partial and state.size > 1 else None
-    call = tag, partial, save_id, known is not None, content
-    difference, save_id, all_know, (first_content, is_common) = agree_after_previous_save(call, _compare)
+    # Before any file is touched: ranks with different tags would write to different folders.
+    call = tag, partial, known is not None, content
+    difference, save_id, all_know, first_content, is_common = agree_after_previous_save(call, _compare)
     if difference is not None:
         raise UsageError(difference, hint="all ranks call smp.save_checkpoint with the same tag")
     if known is None or not all_know:
@@ -166,23 +165,24 @@ def _begin(path: Path, tag: str, partial: bool, kept: int | None, user_content: 
     return _Save(path, tag, partial, save_id, known, failure, kept, content is not None and is_own)
 
 
-_Call = tuple[str, bool, str, bool, int | None]
+_Call = tuple[str, bool, bool, int | None]
+"""Of one rank: tag, partial, whether it knows who shares its file system, and the digest of its content."""
 
 
-def _compare(calls: list[_Call]) -> tuple[str | None, str, bool, tuple[int | None, bool]]:
-    """Return how calls differ, the id of the save, whether all know who shares a file system, and about the content.
+def _compare(calls: list[_Call]) -> tuple[str | None, str, bool, int | None, bool]:
+    """Return how calls differ, an id for the save, and whether all ranks know who shares their file systems.
 
-    That is the digest of rank 0's, and whether all that pass one pass the same.
+    Also the digest of rank 0's content, and whether all ranks that pass one pass the same.
     """
-    tag, partial, save_id, _, first_content = calls[0]
-    is_common = {content for *_, content in calls} <= {first_content, None}
-    differences = [
+    tag, partial, _, first_content = calls[0]
+    differences = (
         f"rank 0 saves {tag!r} (partial={partial}), but rank {rank} saves {other_tag!r} (partial={other_partial})"
         for rank, (other_tag, other_partial, *_) in enumerate(calls)
         if (other_tag, other_partial) != (tag, partial)
-    ]
-    all_know = all(knows for *_, knows, _ in calls)
-    return next(iter(differences), None), save_id, all_know, (first_content, is_common)
+    )
+    all_know = all(knows for _, _, knows, _ in calls)
+    is_common = {content for *_, content in calls} <= {first_content, None}
+    return next(differences, None), files.new_save_id(), all_know, first_content, is_common
 
 
 def _digest_of_content(content: Any) -> int | None:
@@ -218,9 +218,12 @@ class _Part:
     contents: dict[str, Callable[[IO[bytes]], object]] = field(default_factory=dict)
     """What writes each file; stays on this rank."""
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    objects: dict[str, list[str]] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+    """The file that holds each value that is no tensor."""
     digests: dict[int, int] = field(default_factory=dict)
     """Of what it divides with other ranks that hold the same, by a number for these ranks."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the index that are the same on all ranks, as they are when the script saves."""
     activations: Mapping[str, str] = field(default_factory=dict)
     random: Mapping[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -253,7 +256,7 @@ class _Save:
     @property
     def staged(self) -> Path:
         """The hidden folder that it is written to."""
-        return files.staging_folder(self.path, self.name, self.save_id)
+        return files.staging_path(self.path, self.name, self.save_id)
 
     @property
     def publishes(self) -> bool:
@@ -293,7 +296,7 @@ class _Save:
         """Return what this rank writes: copies, if there is a snapshot."""
         # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
         run_deferred_loads()
-        part = _Part(activations=model.activations.saved(), random=model.random_state())
+        part = _Part(job=_about(model), activations=model.activations.saved(), random=model.random_state())
         if self.partial:
             _add_entries(part, entries_of(model, optimizer), self.file_systems, snapshot)
         if (self.publishes or self.has_own_content) and user_content is not None:
@@ -320,13 +323,10 @@ class _Save:
             return own_content_name()
         return f"{USER_CONTENT}_{state.rank}.pt" if state.rank else f"{USER_CONTENT}.pt"
 
-    def complete(self, part: Callable[[], _Part], job: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    def complete(self, part: Callable[[], _Part], group: dist.ProcessGroup | None) -> None:
         """Write this rank's files, and make the checkpoint visible when all ranks have written theirs."""
-        _, (index, order, is_divided) = work_together(
-            self.failure,
-            lambda go_on: _write_files(self, part(), go_on),
-            lambda parts: _index_of({**job, "tag": self.tag, "save_id": self.save_id}, parts),
-            group,
+        _, (index, order, is_divided) = together(
+            self.failure, lambda: _write_files(self, part()), lambda parts: _index_of(self, parts), group
         )
         if self.partial:  # before it is published: that may fail on one host, and the others have it
             self.file_systems.last_order = order
@@ -368,9 +368,9 @@ class _Save:
             files.atomic_write(self.path / files.NEWEST, lambda file: file.write(f"{self.name}\n".encode()))
         if not self.partial or self.kept is None:
             return
-        for name, _ in files.complete_partials(self.path)[self.kept :]:
+        for name in files.complete_partials(self.path)[self.kept :]:
             # Rename first: a removal that is interrupted must leave nothing that looks like a checkpoint.
-            doomed = files.staging_folder(self.path, name, self.save_id)
+            doomed = files.staging_path(self.path, name, self.save_id)
             with contextlib.suppress(OSError):
                 (self.path / name).rename(doomed)
                 shutil.rmtree(doomed)
@@ -382,7 +382,7 @@ def own_content_name() -> str:
 
 
 def _about(model: DistributedModel) -> dict[str, Any]:
-    """Return what an index says of the job at this moment."""
+    """Return what an index says of the job, the same on all ranks."""
     assignment = model.pipeline.assignment if model.pipeline is not None else None
     return {
         "degrees": degrees(),
@@ -401,14 +401,14 @@ def _random_of(parts: list[_Part]) -> dict[str, int]:
     return random
 
 
-def _write_files(save: _Save, part: _Part, go_on: Callable[[], None]) -> _Part:
+def _write_files(save: _Save, part: _Part) -> _Part:
     """Write a rank's files; return the part with their sizes and checksums, without the contents."""
     order = files.next_order(save.path, save.file_systems.last_order) if save.partial and save.publishes else 1
     save.make_folder(part)
     written = {}
     for name, content in part.contents.items():
         with save.writing(name):
-            size, crc = files.fsync_write(save.staged / name, content, go_on)
+            size, crc = files.fsync_write(save.staged / name, content)
         if name.startswith(USER_CONTENT):
             read_file(save.staged / name, "cpu")  # whoever resumes must be able to
         place = {"rank": state.rank, "host": socket.gethostname(), "folder": save.file_systems.leader}
@@ -425,31 +425,30 @@ def _as_bytes(content: Any) -> Callable[[IO[bytes]], object]:
 
 def _add_entries(part: _Part, entries: list[StateEntry], file_systems: FileSystems, snapshot: Snapshot | None) -> None:
     """Add this rank's share of what it holds: a file of tensors and one of other values, of the model and otherwise."""
-    first_names: dict[object, str] = {}
-    first = {entry.name: first_names.setdefault(_memory_of(entry), entry.name) for entry in entries}
-    by_name = {entry.name: entry for entry in entries}
-    items = [(name, by_name[name].num_bytes, by_name[name].writers(file_systems.here)) for name in first_names.values()]
-    writers = writers_of(items, file_systems.here)
+    by_memory: dict[object, StateEntry] = {}
+    first = {entry.name: by_memory.setdefault(_memory_of(entry), entry) for entry in entries}
+    items = [(entry.name, entry.num_bytes, entry.writers(file_systems.here)) for entry in by_memory.values()]
+    writers = writers_of(items)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     values: dict[str, dict[str, Any]] = {}
     coordinates = state.mesh.coordinates(state.rank)
     for entry in entries:
-        if writers.get(first[entry.name]) != state.rank:
+        if writers.get(first[entry.name].name) != state.rank:
             continue
         kind = "model" if entry.name.startswith(MODEL) else "optimizer"
         stem = f"{kind}_{coordinates.pp}_{coordinates.tp}_{coordinates.rdp}"
         if entry.shape is None:
             values.setdefault(f"{stem}.pt", {})[entry.name] = entry.value
-            part.objects[entry.name] = [f"{stem}.pt"]
+            part.objects[entry.name] = f"{stem}.pt"
             continue
         # A tied weight has one copy, under the first of its names.
-        key = by_name[first[entry.name]].name_in_file
-        if key not in (file := tensors.setdefault(f"{stem}{SUFFIX}", {})):
+        key, name = first[entry.name].name_in_file, f"{stem}{SUFFIX}"
+        if key not in (file := tensors.setdefault(name, {})):
             file[key] = entry.value if snapshot is None else snapshot.copy(entry.name, entry.value)
         part.tensors[entry.name] = {
             "dtype": str(entry.value.dtype).removeprefix("torch."),
             "shape": entry.shape,
-            "pieces": [[f"{stem}{SUFFIX}", key, each.offsets, each.sizes, each.local_start] for each in entry.chunks],
+            "pieces": [[name, key, chunk.offsets, chunk.sizes, chunk.local_start] for chunk in entry.chunks],
         }
     for name, content in tensors.items():
         part.contents[name] = lambda file, content=content: write_tensors(file, content)  # type: ignore[misc]
@@ -466,11 +465,15 @@ def _memory_of(entry: StateEntry) -> object:
     return value.data_ptr(), value.shape, value.stride(), value.dtype, entry.name.startswith(MODEL)
 
 
-def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str, str]) -> dict[int, int]:
-    """Return for each set of ranks that hold the same, as a number, what they divide among them, likewise."""
+def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str, StateEntry]) -> dict[int, int]:
+    """Return for each set of ranks that hold the same, as a number, what they divide among them, likewise.
+
+    Args:
+        first: by name, the first entry of the same tensor.
+    """
     ties: dict[str, list[str]] = {}
-    for name, first_name in first.items():
-        ties.setdefault(first_name, []).append(name)
+    for name, entry in first.items():
+        ties.setdefault(entry.name, []).append(name)
     divided: dict[frozenset[int], list[object]] = {}
     for name, size, holders in sorted(items, key=lambda item: item[0]):
         if len(holders) > 1:
@@ -482,14 +485,14 @@ def _digests_of(items: list[tuple[str, int, frozenset[int]]], first: Mapping[str
     return {digest(sorted(holders)): digest(content) for holders, content in divided.items()}
 
 
-def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, int, bool]:
+def _index_of(save: _Save, parts: list[_Part]) -> tuple[str, int, bool]:
     """Return the index of what all ranks have written, its order, and whether a file system lacks something of it.
 
     Ranks that should hold the same and do not are an error: what they leave to each other would be missing.
     """
     written: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
-    values: dict[str, list[str]] = {}
+    objects: dict[str, list[str]] = {}
     digests: dict[int, tuple[int, int]] = {}
     for rank, part in enumerate(parts):
         for holders, digest in part.digests.items():
@@ -503,16 +506,18 @@ def _index_of(job: Mapping[str, Any], parts: list[_Part]) -> tuple[str, int, boo
         written |= part.files
         for name, spec in part.tensors.items():
             tensors.setdefault(name, {**spec, "pieces": []})["pieces"] += spec["pieces"]
-        for name, files_of_object in part.objects.items():
-            values.setdefault(name, []).extend(files_of_object)
+        for name, file in part.objects.items():
+            objects.setdefault(name, []).append(file)
     index = files.Index(
+        tag=save.tag,
+        save_id=save.save_id,
         order=max(part.order for part in parts),
         files=written,
         tensors=tensors,
-        objects=values,
+        objects=objects,
         activations={name: choice for part in parts for name, choice in part.activations.items()},
         random=_random_of(parts),
-        **job,
+        **parts[0].job,
     )
     folders: dict[object, set[int]] = {}
     for name, spec in tensors.items():

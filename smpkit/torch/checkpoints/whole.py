@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.agreement import all_or_raise, together, work_together
+from smpkit.torch.checkpoints.agreement import all_or_raise, go_on, together
 from smpkit.torch.checkpoints.entries import TensorsOnAccess, translated
 from smpkit.torch.checkpoints.folder import as_checkpoint_error, fsync_write, pieces_of
 from smpkit.torch.checkpoints.tensors import bytes_of
@@ -33,8 +33,8 @@ _ALIGNMENT = 64
 """Of the tensors in a scratch file, in bytes."""
 _GATHERED_BYTES = 8 << 20
 """Of tensors that are gathered before rank 0 takes them, or fewer and one large tensor."""
-Take: TypeAlias = Callable[[str, Any, Callable[[], None]], object]
-"""Takes a name and a value, and calls the function again and again while it writes; see `work_together`."""
+Take: TypeAlias = Callable[[str, Any], object]
+"""Takes a name and a value."""
 
 
 class WholeState:
@@ -71,10 +71,10 @@ class WholeState:
         if len(digests) > 1:
             raise CheckpointError(f"{failure}; the model's names or shapes are not the same on all ranks")
         values = self._values()
-        while work_together(failure, lambda go_on: self._deliver_some(values, take, go_on), all)[1]:
+        while together(failure, lambda: self._deliver_some(values, take), all)[1]:
             pass
 
-    def _deliver_some(self, values: Iterator[tuple[str, Any]], take: Take, go_on: Callable[[], None]) -> bool:
+    def _deliver_some(self, values: Iterator[tuple[str, Any]], take: Take) -> bool:
         """Gather a few values, and let rank 0 take them; return whether there were any, which is so on all ranks."""
         few: dict[str, Any] = {}
         num_bytes = 0
@@ -84,7 +84,7 @@ class WholeState:
             num_bytes += torch.Size(shape).numel() * dtype.itemsize
         for name, value in few.items() if state.rank == 0 else ():
             if not (isinstance(value, torch.Tensor) and value.device.type == "meta"):
-                take(name, value, go_on)
+                take(name, value)
         return bool(few)
 
     def _values(self) -> Iterator[tuple[str, Any]]:
@@ -124,7 +124,7 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
     places: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
     values: dict[str, Any] = {}
 
-    def take(name: str, value: Any, go_on: Callable[[], None]) -> None:
+    def take(name: str, value: Any) -> None:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
             values[name] = value
             return
@@ -135,7 +135,7 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
                 file.write(piece)
                 go_on()
 
-    def save(go_on: Callable[[], None]) -> None:
+    def save() -> None:
         if state.rank > 0:
             return
         with as_checkpoint_error(f"{path.name} cannot be written"):
@@ -148,8 +148,8 @@ def write_full(path: Path, model: DistributedModel, failure: str, *, translate: 
             content = {name: values[first] for name, first in whole.ties.items() if first in values}
             content |= {name: value for name, value in values.items() if name not in content}
             content = with_versions(model.module.state_dict(), content)
-            fsync_write(path, lambda file: torch.save(content, file), go_on)
+            fsync_write(path, lambda file: torch.save(content, file))
             scratch.unlink(missing_ok=True)
 
     whole.deliver(take, failure)
-    work_together(failure, save, lambda _: None)
+    all_or_raise(failure, save)

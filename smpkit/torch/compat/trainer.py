@@ -23,10 +23,9 @@ resuming from `model.safetensors` looks for `pytorch_model.bin`
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -158,25 +157,19 @@ def _configure_accelerate() -> None:
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
+    environ = dict(os.environ)
     # mpirun's and torchrun's variables count ranks, and would make it gather, broadcast and shard over all of them.
-    with _environment_without(_LAUNCHERS):
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(state.device)
-        world = PartialState(cpu=state.device.type == "cpu")
-    world.process_index, world.num_processes, _ = _data_replicas()
-    world.local_process_index = state.local_rank
-
-
-@contextlib.contextmanager
-def _environment_without(prefixes: tuple[str, ...]) -> Iterator[None]:
-    saved = dict(os.environ)
-    for name in saved:
-        if name.startswith(prefixes):
+    for name in environ:
+        if name.startswith(_LAUNCHERS):
             del os.environ[name]
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(state.device)
     try:
-        yield
+        world = PartialState(cpu=state.device.type == "cpu")
     finally:
         os.environ.clear()
-        os.environ.update(saved)
+        os.environ.update(environ)
+    world.process_index, world.num_processes, _ = _data_replicas()
+    world.local_process_index = state.local_rank
 
 
 def adapt_accelerator(accelerator: Any) -> None:
@@ -189,9 +182,6 @@ def adapt_accelerator(accelerator: Any) -> None:
         pieces = allgather(value.detach().cpu(), group) if replicas > 1 else [value]
         return torch.cat([piece.reshape(-1) if piece.dim() == 0 else piece for piece in pieces]).to(value.device)
 
-    def gather(tensor: Any) -> Any:
-        return map_leaves(gathered, tensor)
-
     def pad(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         return map_leaves(lambda value: _pad(value, dim, pad_index, pad_first, group), tensor)
 
@@ -203,7 +193,7 @@ def adapt_accelerator(accelerator: Any) -> None:
     # By the name of the model's class, label smoothing knows whether labels are shifted.
     accelerator.unwrap_model = unwrap_model
     accelerator.clip_grad_norm_ = clip_grad_norm_
-    accelerator.gather = gather
+    accelerator.gather = functools.partial(map_leaves, gathered)
     if replicas > 1:
         accelerator.pad_across_processes = pad
 

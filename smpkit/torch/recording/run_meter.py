@@ -81,14 +81,11 @@ def parts_of(
     handed = sum([end - start for direction, start, end in messages if direction != "receive"])
     stall = sum([end - start for name, start, end in works if name.startswith(STALL)])
     worked = sum([end - start for name, start, end in works if not name.startswith(STALL)])
-    inside = sum([end - start for _, start, end in works if _is_in_one(actions, start, end)])
+    in_actions = [(start, end) for _, start, end in works if any(a <= start and end <= b for a, b in actions)]
+    inside = sum([end - start for start, end in in_actions])
     compute = max(0, ran - bubble - handed - inside)
     rest = max(0, end_ns - start_ns - compute - bubble - handed - stall - worked)
     return StepParts(compute, bubble + (rest if is_pipeline else 0), handed + worked, stall, 0 if is_pipeline else rest)
-
-
-def _is_in_one(actions: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> bool:
-    return any(start <= start_ns and end_ns <= end for start, end in actions)
 
 
 class RunMeter:

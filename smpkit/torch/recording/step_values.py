@@ -63,7 +63,8 @@ class StepValues:
         """Take a scalar that the script has reduced; only rank 0 calls this."""
         self._read(label.step)  # those of this step may still be logged by the script
         if label.name not in self._logged:
-            host = value.detach().to("cpu", non_blocking=True)
+            # A copy on the host, too: scripts go on with the scalar in place, as `dist.all_reduce` does.
+            host = value.detach().to("cpu", non_blocking=True, copy=True)
             self._under_way[label].append((host, devices.record_event(value.device)))
 
     def log(self, logged: Mapping[str, float], step: int) -> None:

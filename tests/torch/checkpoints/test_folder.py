@@ -59,7 +59,7 @@ def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
 
 def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
     old = make(tmp_path, "a", order=1)
-    staged = files.staging_folder(tmp_path, "a_partial", files.new_save_id())
+    staged = files.staging_path(tmp_path, "a_partial", files.new_save_id())
     make(tmp_path / "elsewhere", "a", order=2).rename(staged)
     index = index_text("a", order=2)
     files.publish_folder(staged, old, index)
@@ -73,9 +73,9 @@ def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
 
 def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     ours, other = files.new_save_id(), files.new_save_id()
-    files.staging_folder(tmp_path, "a_partial", other).mkdir()
+    files.staging_path(tmp_path, "a_partial", other).mkdir()
     (tmp_path / f".f_0.{other}.tmp").write_text("x")
-    files.staging_folder(tmp_path, "b_partial", ours).mkdir()
+    files.staging_path(tmp_path, "b_partial", ours).mkdir()
     (tmp_path / ".users.tmp").write_text("x")
     (tmp_path / "plain.tmp").write_text("x")
     files.remove_leftovers(tmp_path, ours)

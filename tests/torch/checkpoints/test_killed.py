@@ -148,14 +148,14 @@ smp.init({{}})
 model = smp.DistributedModel(torch.nn.Linear(64, 64))
 smp.save_checkpoint({folder!r}, "good", user_content="good")
 write = saving._write_files
-def slowly(save, part, go_on):
+def slowly(save, part):
     first, *others = part.contents
     content = part.contents.pop(first)
-    write(save, part, go_on)
+    write(save, part)
     os.write(1, b"writing\\n")
     time.sleep(1.5)
     part.contents[first] = content
-    return write(save, part, go_on)
+    return write(save, part)
 saving._write_files = slowly
 smp.save_checkpoint({folder!r}, "last", user_content="last", blocking=False)
 while not {until}:

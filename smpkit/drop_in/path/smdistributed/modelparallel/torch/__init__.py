@@ -8,7 +8,8 @@ from types import ModuleType
 from typing import Any
 
 import smpkit.torch
-from smpkit.torch.compat import prepare
+from smpkit.drop_in import after_import
+from smpkit.torch.compat import cuda_on_cpu
 from smpkit.torch.recompute import api as recompute_api
 
 __all__ = list(smpkit.torch.__all__)
@@ -55,4 +56,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, "patches", *(name for name in _MODULES if "." not in name)})
 
 
-prepare()
+cuda_on_cpu.install()
+after_import.install()
