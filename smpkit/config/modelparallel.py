@@ -189,7 +189,7 @@ class ModelParallelConfig(Section):
     """Seed for initialisation and dropout of divided modules."""
 
     delayed_parameter_initialization: bool = False
-    """Create parameters without memory, and fill each on the rank that holds it."""
+    """Create parameters in `smp.model_creation()` without memory, and fill each on its rank."""
 
     sharded_data_parallel_degree: int = Field(default=1, ge=1)
     """How many ranks parameters, gradients and optimizer state are sharded over. Above 1 requires `ddp`.

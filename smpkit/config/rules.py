@@ -155,7 +155,7 @@ def _other_notices(config: ModelParallelConfig, changed: frozenset[str]) -> Iter
         for key in changed & {"prescaled_batch", "tensor_parallel_seed"}:
             yield key, "has no effect: tensor_parallel_degree is 1", hint
     for key in changed & {"fp16_params"}:
-        yield key, "was replaced by fp16 in release 1.10", "use `fp16: true`"
+        yield key, "has no effect: fp16 replaced it in release 1.10", "use `fp16: true`"
     if config.checkpoint_attentions:  # not on a pipeline, where `_pipeline_notices` says so
         message, hint = "has no effect: whole layers are checkpointed", "use `smp.set_activation_checkpointing` instead"
         yield "checkpoint_attentions", message, hint

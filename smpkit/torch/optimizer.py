@@ -29,9 +29,9 @@ from smpkit.torch.state_dict import (
     gather_owned,
     merge_on_all_ranks,
     merge_shards,
-    to_full,
     to_local,
-    to_shards,
+    to_parts,
+    to_whole,
 )
 from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
@@ -312,7 +312,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _replace_parameters_of(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer state, in torch's layout; all ranks of a pipeline call this.
+        """Return the whole optimizer state, in torch's layout; all ranks that hold a model call this.
 
         With `shard_optimizer_state` or sharded data parallelism all data-parallel ranks call it as well. With `fp16` or
         `bf16` each entry of `["state"]` has the parameter's master weight too, as "master" (with sharded data
@@ -321,8 +321,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result = self._own_state_dict()
         if _zero1_partition() is not None:
             result = {**result, "state": gather_all(result["state"], self._model_parameters())}
-        if state.cfg.sharded_data_parallel_degree > 1:
-            result = {**result, "state": to_full(result["state"])}
+        if _divides_weights():
+            result = {**result, "state": to_whole(result["state"], self._model_parameters())}
         if state.pp_size == 1:
             return result
         return {**result, "state": merge_on_all_ranks(result["state"])}
@@ -361,7 +361,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         step loading waits for it.
 
         Raises:
-            UsageError: it has states of whole weights that tensor parallelism has divided.
+            UsageError: it has states of other shapes than weights that tensor parallelism has divided.
         """
         run_deferred_loads()
         values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
@@ -376,9 +376,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             values["state"] = {n: each for n, each in values["state"].items() if owns(parameters[n])}
         elif state_dict.get(PARTIAL_KEY):
             self._loaded_early = True
-        if state.cfg.sharded_data_parallel_degree > 1:
-            values["state"] = to_shards(values["state"], self._model_parameters())
-        _check_pieces(values.get("state", {}), self._model_parameters())
+        if _divides_weights():
+            values["state"] = to_parts(values["state"], self._model_parameters())
+            _check_shapes(values["state"], self._model_parameters())
         self._load(values)
         self.drop_foreign_states()
 
@@ -487,16 +487,23 @@ def _zero1_partition() -> Zero1Partition | None:
     return None if model is None or model.data_parallel is None else model.data_parallel.zero1
 
 
-def _check_pieces(states: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
+def _divides_weights() -> bool:
+    """Tell whether ranks hold parts of one weight."""
+    return state.tp_size > 1 or state.cfg.sharded_data_parallel_degree > 1
+
+
+def _check_shapes(states: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse states of another model's weights, as those that tensor parallelism has replaced may be."""
     for number, values in states.items():
-        shard = shard_of(parameters[number]) if number < len(parameters) else None
-        if shard is None or shard.shape == shard.local_shape:
+        shard = shard_of(parameters[number])
+        if shard is None or len(shard.shape) == 1:  # optimizers of 8 bits keep scales in vectors of their own
             continue
         for key, value in values.items():
-            if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.shape:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            if len(shape) == len(shard.shape) and shape != shard.local_shape:
                 raise UsageError(
-                    f"`{key}` of parameter {number} in the optimizer state has the shape of the whole weight,"
-                    f" {list(shard.shape)}, but a tensor-parallel rank has a part of it, {list(shard.local_shape)}",
+                    f"`{key}` of parameter {number} in the optimizer state has the shape {list(shape)}, but the weight"
+                    f" has {list(shard.shape)}, and this tensor-parallel rank's part {list(shard.local_shape)}",
                     hint="go on from a partial checkpoint of smp.save_checkpoint, which resumes at any degrees",
                 )
 

@@ -3,8 +3,8 @@
 Each kind of parallelism divides a state in its own way, and is undone by a collective of its own::
 
     pipeline                   a rank has some of the entries         merge_on_all_ranks, whole_value
-    tensor parallelism         a rank has a piece of an entry         tensor_parallel.state_dict
-    sharded data parallelism   a rank has a slice of an entry         to_full, to_shards
+    tensor parallelism         a rank has a piece of an entry         tensor_parallel.state_dict, to_whole, to_parts
+    sharded data parallelism   a rank has a slice of an entry         to_whole, to_parts
     shard_optimizer_state      a rank has some parameters' states     gather_all, gather_owned
 
 `DistributedModel` (model_parts.py) and `DistributedOptimizer` compose them. Optimizer states are those of a torch state
@@ -25,8 +25,8 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import RankType, allgather, recv_from, send
 from smpkit.torch.placement.dtensor import distribute_like, full_tensor_of, local_tensor_of
 from smpkit.torch.placement.placement import Placement
-from smpkit.torch.placement.shards import is_tp_shard, shard_of
-from smpkit.torch.tensor_parallel.state_dict import join_pieces
+from smpkit.torch.placement.shards import TpShard, is_tp_shard, shard_of
+from smpkit.torch.tensor_parallel.state_dict import join_pieces, shard_value
 
 PARTIAL_KEY = "_smp_is_partial"
 """Marks a state dict that holds only this rank's part; SMP v1 scripts read and write it."""
@@ -110,24 +110,34 @@ def merge_shards(states: States | Sequence[States]) -> dict[int, Any]:
 
 def to_local(states: States) -> dict[int, Any]:
     """Return states with DTensors (of sharded data parallelism) replaced by this rank's parts of them."""
-    return _map_values(states, local_tensor_of)
+    return {number: {key: local_tensor_of(value) for key, value in entry.items()} for number, entry in states.items()}
 
 
-def to_full(states: States) -> dict[int, Any]:
-    """Return states with DTensors replaced by the whole tensors; all ranks of RDP_GROUP call this."""
-    return _map_values(states, full_tensor_of)
+def to_whole(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
+    """Return states with whole tensors in place of parts; all ranks of TP_GROUP and of RDP_GROUP call this."""
 
+    def whole(value: Any, shard: TpShard | None) -> Any:
+        value = full_tensor_of(value)
+        if shard is None or not shard.is_distributed or getattr(value, "shape", None) != shard.local_shape:
+            return value
+        return join_pieces(value, shard, on_first=False)
 
-def to_shards(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
-    """Return states with whole tensors, or this rank's parts, replaced by DTensors divided as the parameters are."""
     return {
-        number: {key: distribute_like(value, parameters[number]) for key, value in entry.items()}
+        number: {key: whole(value, shard_of(parameters[number])) for key, value in entry.items()}
         for number, entry in states.items()
     }
 
 
-def _map_values(states: States, function: Callable[[Any], Any]) -> dict[int, Any]:
-    return {number: {key: function(value) for key, value in entry.items()} for number, entry in states.items()}
+def to_parts(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
+    """Return states with this rank's parts in place of whole tensors; what is a part already stays one."""
+    return {
+        number: {
+            key: distribute_like(shard_value(value, shard_of(parameters[number])), parameters[number])
+            for key, value in entry.items()
+        }
+        for number, entry in states.items()
+        if number < len(parameters)  # else torch refuses the groups of another model
+    }
 
 
 def gather_all(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:

@@ -188,7 +188,7 @@ def step(
     Args:
         non_split_inputs: names of arguments that each microbatch gets whole.
         input_split_axes: batch axis by argument name; 0 where not named.
-        detach_outputs: cut returned tensors off their graph.
+        detach_outputs: cut returned tensors off their graph; over a pipeline they always are.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:

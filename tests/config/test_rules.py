@@ -105,6 +105,27 @@ def test_settings_without_effect_are_noticed_where_they_were_given(parameters: s
     )
 
 
+def test_a_key_that_the_reference_says_has_no_effect_says_so_itself() -> None:
+    documented = {
+        name for name, each in ModelParallelConfig.model_fields.items() if "No effect" in str(each.description)
+    }
+    needed: dict[str, Any] = {
+        "fp16": True,
+        "offload_activations": True,
+    }  # some of v1's internal keys are errors without
+    for name in documented:
+        key, default = (
+            ModelParallelConfig.model_fields[name].alias or name,
+            ModelParallelConfig.model_fields[name].default,
+        )
+        other = "a file" if default is None else default + 1 if type(default) is int else not default
+        written = {**needed, key: other}
+        (notice,) = unused_settings(ModelParallelConfig(**written), written)
+        assert notice.where == key
+        assert notice.message.startswith("has no effect")
+    assert len(documented) > 10
+
+
 @pytest.mark.parametrize(
     ("degrees", "world_size", "key"),
     [

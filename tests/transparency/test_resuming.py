@@ -153,12 +153,16 @@ def test_buffers_and_shared_weights_resume_on_another_pipeline(model: str, tmp_p
 
 
 def train_twice(case: Case, way: Way, parts: bool) -> Trace:
-    """Train on the last batch, go back to the states before it, whole or in parts, and train on it again."""
+    """Train on the last batch, go back to the states before it, and train on it again.
+
+    In parts, each rank has its own; whole ones are those of the first rank, which is the one that scripts save on.
+    """
     last = len(way.batches) - 1
     with training(case, way) as trained:
         model, optimizer = trained.model, trained.optimizer
         outputs = [trained.run(number) for number in range(last)]
         saved = [each.local_state_dict() if parts else each.state_dict() for each in (model, optimizer)]
+        saved = saved if parts else smp.allgather(saved)[0]
         weights, states = copy.deepcopy(saved)  # they refer to what training goes on to change
         trained.run(last)
         model.load_state_dict(weights)

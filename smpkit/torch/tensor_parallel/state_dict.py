@@ -97,10 +97,11 @@ def join_pieces(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch
 
 def shard_state(values: Mapping[str, Any], shards: Mapping[str, TpShard]) -> dict[str, Any]:
     """Return a state dict with this rank's pieces in place of whole tensors; what is a piece already stays one."""
-    return {name: _shard_value(value, shards.get(name)) for name, value in values.items()}
+    return {name: shard_value(value, shards.get(name)) for name, value in values.items()}
 
 
-def _shard_value(value: Any, shard: TpShard | None) -> Any:
+def shard_value(value: Any, shard: TpShard | None) -> Any:
+    """Return this rank's piece of a whole tensor, as a copy; anything else as it is."""
     if shard is None or not isinstance(value, torch.Tensor):
         return value
     is_whole = tuple(value.shape) == shard.shape != shard.local_shape
@@ -123,7 +124,7 @@ def with_distributed_names(root: nn.Module, values: Mapping[str, Any], held: Col
     for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=False):
         for name, value in translation(inside, module):
             full = prefix + name
-            result[full] = _shard_value(tensor_of(value), shards.get(full)) if full in held else None
+            result[full] = shard_value(tensor_of(value), shards.get(full)) if full in held else None
     return result
 
 

@@ -423,16 +423,16 @@ def test_what_was_set_before_wrapping_is_refused_where_modules_are_replaced() ->
 
 
 @on_ranks(2)
-def test_states_of_whole_weights_are_refused_where_weights_are_divided() -> None:
+def test_states_of_other_shapes_are_refused_where_weights_are_divided() -> None:
     start(fp16=True)
     with smp.tensor_parallelism():
         module = nn.Linear(4, 6)
     optimizer = torch.optim.AdamW(module.parameters())
-    states = {**optimizer.state_dict(), "state": {0: {"step": torch.ones(()), "exp_avg": torch.zeros(6, 4)}}}
+    states = {**optimizer.state_dict(), "state": {0: {"step": torch.ones(()), "exp_avg": torch.zeros(4, 6)}}}
     model = smp.DistributedModel(module)
     message = (
-        r"`exp_avg` of parameter 0 in the optimizer state has the shape of the whole weight, \[6, 4\],"
-        r" but a tensor-parallel rank has a part of it, \[6, 2\]"
+        r"`exp_avg` of parameter 0 in the optimizer state has the shape \[4, 6\], but the weight has \[6, 4\],"
+        r" and this tensor-parallel rank's part \[6, 2\]"
     )
     with pytest.raises(UsageError, match=message) as caught:
         smp.DistributedOptimizer(torch.optim.AdamW(model.parameters())).load_state_dict(states)
