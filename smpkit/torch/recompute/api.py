@@ -51,7 +51,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
             hint="checkpoint the modules in it",
         )
     call = ModuleCall.of(module)
-    if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and _is_plain(module):
+    if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and is_plain(module):
         return call.run(SequentialCheckpoint(module, preserve_rng_state, None), args, kwargs)
     return call.run(_checkpoint_of(module, call, preserve_rng_state), args, kwargs)
 
@@ -176,7 +176,7 @@ def _group_size(strategy: object, others: str = "") -> int | None:
 
 
 def _check_chain(module: nn.Sequential) -> None:
-    if not _is_plain(module):
+    if not is_plain(module):
         what = "was compiled" if ModuleCall.of(module).is_compiled else "has a forward of its own"
         raise UsageError(
             f"{_kind(module)} {what}, so its layers cannot be grouped",
@@ -266,7 +266,7 @@ class SequentialCheckpoint:
         return run_checkpointed(run_layers, layers, (value,), {}, preserve_rng_state=self._preserve_rng_state)
 
 
-def _is_plain(module: nn.Sequential) -> bool:
+def is_plain(module: nn.Sequential) -> bool:
     """Return whether calling the module calls its layers one after the other and does nothing else."""
     own_forward = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
     return not own_forward and not ModuleCall.of(module).is_compiled
