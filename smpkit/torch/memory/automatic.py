@@ -30,11 +30,11 @@ from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.chooser import Chooser, count_choices, largest_of
-from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.measure import device_limit
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
+from smpkit.units import amount
 
 
 class AutomaticActivations(StepParticipant):
@@ -161,7 +161,7 @@ def _line(chooser: Chooser) -> str:
     planned = chooser.facts.device_bytes(chooser.pick)
     return (
         f"Activations on pipeline rank {state.pp_rank}: of {len(chooser.layers)} layers {counts};"
-        f" {gib(planned)} of {gib(chooser.facts.limits.device_bytes)} planned."
+        f" {amount(planned)} of {amount(chooser.facts.limits.device_bytes)} planned."
     )
 
 
@@ -179,7 +179,8 @@ def _marked(root: nn.Module, *, offloads: bool) -> Iterator[tuple[str, ChosenChe
         if state.pp_size > 1 and not call.pp_ranks:
             continue  # it runs where its input is, now here and now there
         if offloads and not isinstance(call.checkpointing, ChosenCheckpoint):
-            call.checkpointing = ChosenCheckpoint(module, call.checkpointing.preserve_rng_state, may_keep=False)
+            call.checkpointing = ChosenCheckpoint(module, call.checkpointing.preserve_rng_state)
+            call.checkpointing.may_keep = False
         if isinstance(call.checkpointing, ChosenCheckpoint):
             yield name, call.checkpointing
 

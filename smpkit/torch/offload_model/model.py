@@ -349,7 +349,7 @@ def _surround(
     """
     call = ModuleCall.on(block)
     before = call.checkpointing
-    inner = before or (None if keeper is None else ModuleCheckpoint(block, preserve_rng_state=True, keeper=keeper))
+    inner = before or (None if keeper is None else ModuleCheckpoint(block, keeper=keeper))
 
     def around(original: OriginalCall) -> OriginalCall:
         return functools.partial(_run_block, block, engine, index, original if inner is None else inner(original))
