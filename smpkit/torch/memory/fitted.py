@@ -24,7 +24,6 @@ from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.memory.chooser import Chooser, count_choices, largest_of
-from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.measure import device_limit
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.link import Link
@@ -160,13 +159,13 @@ class FitReport:
         layers = f"{len(self.layers)} layers: {count_choices(layer.choice for layer in self.layers)}"
         if self.unmeasured:
             return f"{layers}\n{self.unmeasured}"
-        peak = "" if self.peak_bytes is None else f", {gib(self.peak_bytes)} so far"
+        peak = "" if self.peak_bytes is None else f", {amount(self.peak_bytes)} so far"
         least, kept = f"{1e3 * self.least_seconds:.1f} ms", f"{1e3 * self.kept_seconds:.1f} ms"
-        host, outside = gib(self.host_bytes), f"{gib(self.other_bytes)} of it outside the layers"
+        host, outside = amount(self.host_bytes), f"{amount(self.other_bytes)} of it outside the layers"
         step = f"{1e3 * self.step_seconds:.1f} ms planned; {least} with every layer holding as little as it can"
         lines = [
             layers,
-            f"device: {gib(self.device_bytes)} of {gib(self.limit_bytes)} planned{peak}; {outside}; host: {host}",
+            f"device: {amount(self.device_bytes)} of {amount(self.limit_bytes)} planned{peak}; {outside}; host: {host}",
             f"step: {step}, {kept} with all kept",
         ]
         if not self.fits:
