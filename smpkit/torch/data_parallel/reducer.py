@@ -321,15 +321,12 @@ class GradientReducer:
             try:
                 bucket.pack(self._used, self._results)
             except RuntimeError:
-                self._refuse_sparse(bucket)
+                for param in bucket.params:
+                    if param.grad is not None and param.grad.layout is not torch.strided:
+                        raise UnsupportedError(
+                            f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does"
+                            " not reduce",
+                            hint="make its embedding with sparse=False",
+                        ) from None
                 raise
             self._pending.append(bucket.reduce())
-
-    def _refuse_sparse(self, bucket: Bucket) -> None:
-        for param in bucket.params:
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not"
-                    " reduce",
-                    hint="make its embedding with sparse=False",
-                )
