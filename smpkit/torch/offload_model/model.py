@@ -20,7 +20,7 @@ from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.offloader import KEEPING, Offloader
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, map_tensors, tensors_in, version_of
 from smpkit.torch.core.tree import children
-from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine, sources
 from smpkit.torch.offload_model.slices import (
@@ -460,11 +460,10 @@ def _check_dtype(dtype: object) -> None:
         )
 
 
-def _check_equal(slices: Sequence[Any], group: dist.ProcessGroup) -> None:
+def _check_equal(slices: Sequence[Slice], group: dist.ProcessGroup) -> None:
     """Raise UsageError unless all processes begin with the same weights."""
-    sums: list[Any] = [None] * group.size()
-    with waiting("OffloadModel(..., process_group=...)", group):
-        dist.all_gather_object(sums, [float(each.double().sum()) for piece in slices for each in piece.masters], group)
+    own = [float(each.double().sum()) for piece in slices for each in piece.masters]
+    sums = gather_objects(own, group, "OffloadModel(..., process_group=...)")
     if any(other != sums[0] for other in sums):
         raise UsageError(
             "the processes of process_group begin with different weights",
