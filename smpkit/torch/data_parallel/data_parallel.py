@@ -79,23 +79,20 @@ class DataParallel(StepParticipant):
         if self._has_replicas:
             self._broadcast_all_buffers()
         self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
-        # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
-        # times, and a collective that one of them starts early would hold up the others' messages.
-        reduced = [each for each in placements if each.reduce_group is not None]
-        self._overlapped_reducer = self._make_reducer([each for each in reduced if len(each.pp_ranks) == 1])
-        end_reducer = self._make_reducer([each for each in reduced if len(each.pp_ranks) > 1])
-        self.reducers = [each for each in (self._overlapped_reducer, end_reducer) if each.has_parameters]
+        self.reducer = GradientReducer(
+            [
+                (each.name, each.parameter, reduce_target_of(each))
+                for each in placements
+                if each.reduce_group is not None
+            ],
+            bucket_cap_bytes=reduction.bucket_cap_bytes,
+        )
         is_sharded = state.cfg.shard_optimizer_state and state.cfg.ddp
-        self.zero1 = Zero1Partition(placements, self.reducers) if is_sharded else None
-
-    def _make_reducer(self, placements: Sequence[ParameterPlacement]) -> GradientReducer:
-        parameters = [(each.name, each.parameter, reduce_target_of(each)) for each in placements]
-        return GradientReducer(parameters, bucket_cap_bytes=self._reduction.bucket_cap_bytes)
+        self.zero1 = Zero1Partition(placements, self.reducer) if is_sharded else None
 
     def release(self) -> None:
         """Remove the hooks from the parameters, at shutdown."""
-        for reducer in self.reducers:
-            reducer.release()
+        self.reducer.release()
         self._grad_scaling.release()
 
     def replace_parameters_of(self, optimizer: Any) -> None:
@@ -107,20 +104,19 @@ class DataParallel(StepParticipant):
 
     def before_backward(self, step: StepProgress) -> None:
         """Make the coming backward reduce while it runs, if it is the last of the step."""
-        for reducer in self.reducers:
-            reducer.plan()  # the step may have frozen or unfrozen parameters, as those of GANs do between backwards
+        self.reducer.plan()  # the step may have frozen or unfrozen parameters, as those of GANs do between backwards
         if not self._reduces_now():
             return
-        if any(reducer.active for reducer in self.reducers):
+        if self.reducer.active:
             # One backward more than last time: what is reduced already stays right, see the note in reducer.py.
-            self._finish()
+            self.reducer.finish()
         elif step.is_last_backward:
             self.before_last_backward()
 
     def before_last_backward(self) -> None:
         """Make the coming backward, which is the last of the step, reduce while it runs."""
         if self._reduction.overlapping and self._reduces_now():
-            self._overlapped_reducer.overlap_next_backward()
+            self.reducer.overlap_next_backward()
 
     def end_step(self, step: StepProgress) -> None:
         """Make gradients final, where the step had a backward and ends an accumulation."""
@@ -132,12 +128,11 @@ class DataParallel(StepParticipant):
         """Make gradients final before their time: the last passes of an epoch may be fewer than an accumulation has."""
         if left := -self._passes % self._reduction.passes_per_reduction:
             self._passes += left
-            self._finish()
+            self.reducer.finish()
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Forget a step that an exception ended."""
-        for reducer in self.reducers:
-            reducer.abandon()
+        self.reducer.abandon()
 
     def begin_outside_step(self, training: bool) -> None:
         """Prepare for a forward and backward outside any step."""
@@ -155,14 +150,9 @@ class DataParallel(StepParticipant):
 
     def _begin_pass(self, training: bool, on_backward_end: Callable[[], None] | None = None) -> None:
         self._grad_scaling.refresh()
-        for reducer in self.reducers:
-            reducer.begin_pass(on_backward_end)
+        self.reducer.begin_pass(on_backward_end)
         if self._has_replicas and self._reduction.broadcast_buffers and training and torch.is_grad_enabled():
             self._broadcast_all_buffers()
-
-    def _finish(self) -> None:
-        for reducer in self.reducers:
-            reducer.finish()
 
     def _end_pass(self) -> None:
         if self._reduces_now():
@@ -173,7 +163,7 @@ class DataParallel(StepParticipant):
                     "others have updated",
                     hint="wrap the optimizer: `optimizer = smp.DistributedOptimizer(optimizer)`",
                 )
-            self._finish()
+            self.reducer.finish()
         self._passes += 1
 
     def _reduces_now(self) -> bool:

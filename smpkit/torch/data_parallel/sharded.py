@@ -221,7 +221,7 @@ class ShardedDataParallel(DataParallel):
         self._refuse_after_failure()
         if torch.is_grad_enabled():
             self._root.set_requires_all_reduce(True)
-            self._begin_pass(training, self._finish)
+            self._begin_pass(training, self.reducer.finish)
 
     def abandon_forward_outside_step(self) -> None:
         self._failed = True
