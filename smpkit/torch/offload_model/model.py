@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -347,15 +348,16 @@ def _surround(
     The block is a layer of the user's model, or in a chain all of a slice. With a `keeper` of its input it is
     checkpointed.
     """
-    call = ModuleCall.on(block)
-    before = call.checkpointing
-    inner = before or (None if keeper is None else ModuleCheckpoint(block, keeper=keeper))
+    # A call of its own: without it the block is as it was, and goes with the last reference to it.
+    before, call = block._compiled_call_impl, copy.copy(ModuleCall.of(block))
+    inner = call.checkpointing or (None if keeper is None else ModuleCheckpoint(block, keeper=keeper))
 
     def around(original: OriginalCall) -> OriginalCall:
         return functools.partial(_run_block, block, engine, index, original if inner is None else inner(original))
 
     call.checkpointing = around
-    undo.callback(setattr, call, "checkpointing", before)
+    block._compiled_call_impl = call
+    undo.callback(setattr, block, "_compiled_call_impl", before)
 
 
 def _run_block(block: nn.Module, engine: Engine, index: int, run: OriginalCall, *args: Any, **kwargs: Any) -> Any:
