@@ -43,7 +43,7 @@ class AutomaticActivations(StepParticipant):
     def __init__(self, model: WrappedModel, engine: ActivationEngine | None) -> None:
         self._model, self._engine = model, engine
         self._chooser: Chooser | None = None
-        self._has_begun = self._trains = False
+        self._trains = False
         self._saved: Mapping[str, str] = {}
         self._names: tuple[str, ...] = ()
         """The paths of the layers of all ranks."""
@@ -76,10 +76,7 @@ class AutomaticActivations(StepParticipant):
         self._trains = step.training and torch.is_grad_enabled()
         if not self._trains:
             return
-        if not self._has_begun:
-            self._has_begun = True
-            self._chooser = self._new_chooser()
-        chooser = self._chooser
+        chooser = self._chooser = self._chooser or self._new_chooser()
         if chooser is not None:
             chooser.begin_step()
             if chooser.facts is not None and state.dp_rank == 0:
