@@ -79,12 +79,9 @@ class DataParallel(StepParticipant):
         if self._has_replicas:
             self._broadcast_all_buffers()
         self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
+        reduced = [each for each in placements if each.reduce_group is not None]
         self.reducer = GradientReducer(
-            [
-                (each.name, each.parameter, reduce_target_of(each))
-                for each in placements
-                if each.reduce_group is not None
-            ],
+            [(each.name, each.parameter, reduce_target_of(each)) for each in reduced],
             bucket_cap_bytes=reduction.bucket_cap_bytes,
         )
         is_sharded = state.cfg.shard_optimizer_state and state.cfg.ddp

@@ -56,7 +56,7 @@ class ReduceTarget:
     group: dist.ProcessGroup
     owner: int | None = None
     may_overlap: bool = True
-    """Whether reductions may start while backward runs. Not of parameters on several ranks of a pipeline: these come to
+    """Whether reductions may start while backward runs. Not where ranks of several pipeline stages take part: they run
     it at different times, and a collective that one of them starts early would hold up the others' messages."""
 
 
