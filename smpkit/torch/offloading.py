@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -118,9 +117,7 @@ class offload_activations:  # noqa: N801 - used as a function
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -418,18 +418,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         For reading; with sharded data parallelism only, like `ds_param_shard_group`.
         """
-        self._shard_group()
+        self.ds_param_shard_group  # noqa: B018 - which is there with sharded data parallelism only
         return flat_shards(group["params"] for group in self.param_groups)
 
     @property
     def ds_param_shard_group(self) -> Any:
         """The process group whose ranks together hold the model once."""
-        return self._shard_group()
-
-    def _shard_group(self) -> Any:
-        model = state.model
-        if state.cfg.sharded_data_parallel_degree == 1 or model is None:
-            raise AttributeError("there are no shards of parameters without sharded data parallelism")
+        model: Any = state.model
         return model.data_parallel.shard_group
 
     # --- members that public scripts reach into, and some of which they replace --------------------------------------

@@ -323,17 +323,13 @@ class FusedNovoGrad(_Fused):
         return divisors
 
 
-_POSITIVE: Final = ("eps",)
-_NOT_NEGATIVE: Final = ("lr", "weight_decay", "max_grad_norm")
-
-
 def _check(name: str, amsgrad: bool, defaults: dict[str, Any]) -> None:
     if amsgrad:
         raise UnsupportedError(f"{name} has no amsgrad variant", hint="use torch.optim.AdamW(..., amsgrad=True)")
-    for key in (*_POSITIVE, *_NOT_NEGATIVE):
+    for key in ("eps", "lr", "weight_decay", "max_grad_norm"):
         value = defaults.get(key, 1.0)
-        if value < 0 or (value == 0 and key in _POSITIVE):
-            bound = "more than 0" if key in _POSITIVE else "at least 0"
+        if value < 0 or (value == 0 and key == "eps"):
+            bound = "more than 0" if key == "eps" else "at least 0"
             raise UsageError(f"`{key}` of {name} must be {bound}, got {value}")
     for beta in defaults["betas"]:
         if not 0 <= beta < 1:

@@ -45,8 +45,14 @@ def check_probability(owner: str, name: str, value: object) -> None:
 
 
 def check_module(function: str, value: object) -> None:
+    if isinstance(value, type):
+        raise UsageError(
+            f"{function} takes a module, not the class {value.__name__}", hint="make an object of the class first"
+        )
     if not isinstance(value, nn.Module):
-        raise UsageError(f"{function} takes a torch.nn.Module, got {type(value).__name__}")
+        name = getattr(value, "__name__", type(value).__name__)
+        hint = "put the code into the forward of a module" if callable(value) else None
+        raise UsageError(f"{function} takes a torch.nn.Module, got {name}", hint=hint)
 
 
 def check_callable(what: str, value: object) -> None:

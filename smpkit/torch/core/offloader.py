@@ -38,7 +38,7 @@ class Parked:
             tensor: an alias of the caller's own, whose memory may be taken from it.
             must_leave: the operator's name, if it is an error that the tensor stays on the device.
         """
-        self._keeper.say_it_stays(f"`{self._name}`", must_leave, self._keeper.why_not, self._keeper.hint)
+        self._keeper.say_it_stays(f"`{self._name}`", must_leave, self._keeper.why_not)
         self._tensors.append((tensor, version_of(tensor)))
 
     def take(self) -> list[Tensor]:
@@ -79,12 +79,12 @@ class Offloader:
         """Take over the inputs of a call; reports and errors name it by the path of its module."""
         return Parked(self, name, tensors)
 
-    def say_it_stays(self, label: str, must_leave: str | None, why: str, hint: str) -> None:
+    def say_it_stays(self, label: str, must_leave: str | None, why: str) -> None:
         """Report that an output which a policy offloads stays on the device: raise if it must leave, else warn once."""
         if must_leave:
             raise UsageError(
                 f"a policy names MUST_CPU_OFFLOAD for {must_leave} in {label}, whose output cannot leave: {why}",
-                hint=hint,
+                hint=self.hint,
             )
         self._warn_once(
             "outputs", f"outputs that a policy offloads stay on the device, in {label} and elsewhere: {why}"

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -71,37 +70,26 @@ class DataParallel(StepParticipant):
     def __init__(
         self, module: nn.Module, placements: Sequence[ParameterPlacement], reduction: ReductionOptions
     ) -> None:
-        self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
-        self.overlapping = reduction.overlapping
+        self._reduction = reduction
         # What is added to these modules later is seen; a module that is added later is no part of this rank's model.
         self._buffers_by_module = [each._buffers for each in module.modules()]
-        self._placements = placements
         self._passes = 0
-        self._passes_per_reduction = reduction.passes_per_reduction
-        self._broadcast_buffers = reduction.broadcast_buffers and state.cfg.ddp and state.dp_size > 1
+        self._has_replicas = state.cfg.ddp and state.dp_size > 1
         broadcast_parameters(placements)
-        if state.cfg.ddp and state.dp_size > 1:
+        if self._has_replicas:
             self._broadcast_all_buffers()
         self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
-        # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
-        # times, and a collective that one of them starts early would hold up the others' messages.
         reduced = [each for each in placements if each.reduce_group is not None]
-        self._overlapped_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) == 1], reduction)
-        self._end_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) > 1], reduction)
-        self.reducers = [each for each in (self._overlapped_reducer, self._end_reducer) if each.has_parameters]
-        is_sharded = state.cfg.shard_optimizer_state and state.cfg.ddp
-        self.zero1 = Zero1Partition(placements, self.reducers) if is_sharded else None
-
-    def _make_reducer(self, placements: Sequence[ParameterPlacement], reduction: ReductionOptions) -> GradientReducer:
-        return GradientReducer(
-            [(each.name, each.parameter, reduce_target_of(each)) for each in placements],
+        self.reducer = GradientReducer(
+            [(each.name, each.parameter, reduce_target_of(each)) for each in reduced],
             bucket_cap_bytes=reduction.bucket_cap_bytes,
         )
+        is_sharded = state.cfg.shard_optimizer_state and state.cfg.ddp
+        self.zero1 = Zero1Partition(placements, self.reducer) if is_sharded else None
 
     def release(self) -> None:
         """Remove the hooks from the parameters, at shutdown."""
-        for reducer in self.reducers:
-            reducer.release()
+        self.reducer.release()
         self._grad_scaling.release()
 
     def replace_parameters_of(self, optimizer: Any) -> None:
@@ -113,20 +101,19 @@ class DataParallel(StepParticipant):
 
     def before_backward(self, step: StepProgress) -> None:
         """Make the coming backward reduce while it runs, if it is the last of the step."""
-        for reducer in self.reducers:
-            reducer.plan()  # the step may have frozen or unfrozen parameters, as those of GANs do between backwards
+        self.reducer.plan()  # the step may have frozen or unfrozen parameters, as those of GANs do between backwards
         if not self._reduces_now():
             return
-        if any(reducer.active for reducer in self.reducers):
+        if self.reducer.active:
             # One backward more than last time: what is reduced already stays right, see the note in reducer.py.
-            self._finish()
+            self.reducer.finish()
         elif step.is_last_backward:
             self.before_last_backward()
 
     def before_last_backward(self) -> None:
         """Make the coming backward, which is the last of the step, reduce while it runs."""
-        if self.overlapping and self._reduces_now():
-            self._overlapped_reducer.overlap_next_backward()
+        if self._reduction.overlapping and self._reduces_now():
+            self.reducer.overlap_next_backward()
 
     def end_step(self, step: StepProgress) -> None:
         """Make gradients final, where the step had a backward and ends an accumulation."""
@@ -136,14 +123,13 @@ class DataParallel(StepParticipant):
 
     def end_accumulation(self) -> None:
         """Make gradients final before their time: the last passes of an epoch may be fewer than an accumulation has."""
-        if self._passes % self._passes_per_reduction:
-            self._passes += -self._passes % self._passes_per_reduction
-            self._finish()
+        if left := -self._passes % self._reduction.passes_per_reduction:
+            self._passes += left
+            self.reducer.finish()
 
     def abandon_step(self, error: BaseException) -> None:  # noqa: ARG002 - that of all parts
         """Forget a step that an exception ended."""
-        for reducer in self.reducers:
-            reducer.abandon()
+        self.reducer.abandon()
 
     def begin_outside_step(self, training: bool) -> None:
         """Prepare for a forward and backward outside any step."""
@@ -156,33 +142,29 @@ class DataParallel(StepParticipant):
         """Copy the buffers of the first replica to the others; pieces only to the ranks that hold the same piece."""
         own = {id(each): each for buffers in filter(None, self._buffers_by_module) for each in buffers.values()}
         buffers = [each for each in own.values() if each is not None and each.device.type != "meta"]
-        whole, piece = self.group, state.process_group(CommGroup.RDP_GROUP)
+        whole, piece = state.process_group(CommGroup.DP_GROUP), state.process_group(CommGroup.RDP_GROUP)
         broadcast_tensors([(each, (piece if is_tp_shard(each) else whole, 0)) for each in buffers], _REPLICATED)
 
     def _begin_pass(self, training: bool, on_backward_end: Callable[[], None] | None = None) -> None:
         self._grad_scaling.refresh()
-        for reducer in self.reducers:
-            reducer.begin_pass(on_backward_end)
-        if self._broadcast_buffers and training and torch.is_grad_enabled():
+        self.reducer.begin_pass(on_backward_end)
+        if self._has_replicas and self._reduction.broadcast_buffers and training and torch.is_grad_enabled():
             self._broadcast_all_buffers()
-
-    def _finish(self) -> None:
-        for reducer in self.reducers:
-            reducer.finish()
 
     def _end_pass(self) -> None:
         if self._reduces_now():
-            if self.zero1 is not None and state.optimizer is None and self._passes >= self._passes_per_reduction:
+            is_later_one = self._passes >= self._reduction.passes_per_reduction
+            if self.zero1 is not None and state.optimizer is None and is_later_one:
                 raise UsageError(
                     "shard_optimizer_state needs smp.DistributedOptimizer, which gives each rank the parameters that "
                     "others have updated",
                     hint="wrap the optimizer: `optimizer = smp.DistributedOptimizer(optimizer)`",
                 )
-            self._finish()
+            self.reducer.finish()
         self._passes += 1
 
     def _reduces_now(self) -> bool:
-        return (self._passes + 1) % self._passes_per_reduction == 0
+        return (self._passes + 1) % self._reduction.passes_per_reduction == 0
 
 
 def broadcast_parameters(placements: Iterable[ParameterPlacement]) -> None:

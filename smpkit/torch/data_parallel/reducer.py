@@ -55,6 +55,9 @@ class ReduceTarget:
 
     group: dist.ProcessGroup
     owner: int | None = None
+    may_overlap: bool = True
+    """Whether reductions may start while backward runs. Not where ranks of several pipeline stages take part: they run
+    it at different times, and a collective that one of them starts early would hold up the others' messages."""
 
 
 class Bucket:
@@ -73,7 +76,7 @@ class Bucket:
 
     def __init__(self, params: Sequence[nn.Parameter], target: ReduceTarget) -> None:
         self.params = list(params)
-        self.group, self.owner = target.group, target.owner
+        self.group, self.owner, self.may_overlap = target.group, target.owner, target.may_overlap
         self.is_owner = target.owner is None or target.owner == dist.get_rank(target.group)
         numels = [param.numel() for param in params]
         self.flat = torch.zeros(sum(numels) + len(params), dtype=params[0].dtype, device=params[0].device)
@@ -187,10 +190,6 @@ class GradientReducer:
         self.plan()
 
     @property
-    def has_parameters(self) -> bool:
-        return bool(self._parameters)
-
-    @property
     def active(self) -> bool:
         """Whether reductions have started that are not finished."""
         return bool(self._pending)
@@ -207,6 +206,7 @@ class GradientReducer:
         self._kinds = kinds
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
         live = [param for param in reversed(self._parameters) if param.requires_grad or id(param) in unreduced]
+        live.sort(key=lambda param: not self._targets[id(param)].may_overlap)
         self.trained.update(live)
         self.buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
         for bucket in self.buckets:
@@ -311,7 +311,9 @@ class GradientReducer:
         # Only the next bucket in the fixed order may start, even if a later one is ready: another rank's hooks may
         # fire in another order, and collectives that start in different orders deadlock.
         with self._lock:
-            while len(self._pending) < len(self.buckets) and not self.buckets[len(self._pending)].missing:
+            for bucket in self.buckets[len(self._pending) :]:
+                if bucket.missing or not bucket.may_overlap:
+                    return
                 self._start_next()
 
     def _start_next(self) -> None:
@@ -321,15 +323,12 @@ class GradientReducer:
             try:
                 bucket.pack(self._used, self._results)
             except RuntimeError:
-                self._refuse_sparse(bucket)
+                for param in bucket.params:
+                    if param.grad is not None and param.grad.layout is not torch.strided:
+                        raise UnsupportedError(
+                            f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does"
+                            " not reduce",
+                            hint="make its embedding with sparse=False",
+                        ) from None
                 raise
             self._pending.append(bucket.reduce())
-
-    def _refuse_sparse(self, bucket: Bucket) -> None:
-        for param in bucket.params:
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"parameter `{self._names[id(param)]}` has a sparse gradient, which data parallelism does not"
-                    " reduce",
-                    hint="make its embedding with sparse=False",
-                )

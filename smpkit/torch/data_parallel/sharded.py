@@ -72,17 +72,19 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
     whole = [each for each in placement if not _is_divisible(each.parameter) or each.parameter in apart_alone]
     seed = common_seed()
     _materialize(module, whole, seed)
-    by_id = {id(each.parameter): each for each in placement if each not in whole}
+    left = {each.parameter: each for each in placement if each not in whole}
     mesh = _mesh()
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
     inner = dict.fromkeys(each for each in (*apart, *blocks) if each is not module)
     for block in [*inner, module]:
-        parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
+        parts = [left.pop(each) for each in block.parameters() if each in left]
         _materialize(module, parts, seed)
+        is_large = sum(each.parameter.numel() for each in parts) >= state.cfg.sdp_param_persistence_threshold
+        is_used_outside = any(is_registered(each.parameter) for each in parts)
         fully_shard(
             block,
             mesh=mesh,
-            reshard_after_forward=_reshards_after_forward(block, module, parts),
+            reshard_after_forward=block is not module and is_large and not is_used_outside,
             mp_policy=_FLOAT32 if block in apart else _precision(),
             ignored_params={each.parameter for each in whole},
         )
@@ -120,11 +122,10 @@ class ShardedDataParallel(DataParallel):
         self._root = module
         self._failed = False
         now = dict(module.named_parameters())
-        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """By the id of each parameter from before: it, so that nothing else gets its id, and what took its place."""
-        for each in before:
-            self._replaced[id(each.parameter)] = each.parameter, now[each.name]
-            copy_mark_to(now[each.name], each.parameter)
+        self._replaced = {each.parameter: now[each.name] for each in before}
+        """What took the place of each parameter from before."""
+        for parameter, replacement in self._replaced.items():
+            copy_mark_to(replacement, parameter)
         module.register_forward_hook(self._end_forward)
         self._ran: list[str] = []
         """The blocks that have run with gradients since the last update."""
@@ -144,9 +145,9 @@ class ShardedDataParallel(DataParallel):
     def replace_parameters_of(self, optimizer: Any) -> None:
         """Put the divided parameters into an optimizer that was made with the whole ones, and divide its states."""
         for group in optimizer.param_groups:
-            group["params"] = [self._replaced.get(id(each), (each, each))[1] for each in group["params"]]
+            group["params"] = [self._replaced.get(each, each) for each in group["params"]]
         # Some optimizers have states from the beginning, such as Adagrad; others of training before.
-        for before, after in self._replaced.values():
+        for before, after in self._replaced.items():
             for key, value in optimizer.state.pop(before, {}).items():
                 same = isinstance(value, torch.Tensor) and value.shape == after.shape
                 optimizer.state.setdefault(after, {})[key] = distribute_like(
@@ -155,7 +156,7 @@ class ShardedDataParallel(DataParallel):
 
     def keep_gathered(self, parameter: nn.Parameter) -> None:
         """Keep the block of a parameter, of before or now, gathered from its forward to its backward."""
-        divided = self._replaced.get(id(parameter), (parameter, parameter))[1]
+        divided = self._replaced.get(parameter, parameter)
         for module in self._root.modules():
             if isinstance(module, FSDPModule) and any(each is divided for each in module.parameters()):
                 module.set_reshard_after_forward(False, recurse=False)
@@ -206,10 +207,10 @@ class ShardedDataParallel(DataParallel):
             if not self._comparisons_left:
                 for hook in self._notes:
                     hook.remove()
-        left = self._passes % self._passes_per_reduction
-        if left and self.shard_group.size() < state.rdp_size:
+        passes = self._reduction.passes_per_reduction
+        if (left := self._passes % passes) and self.shard_group.size() < state.rdp_size:
             raise UnsupportedError(
-                f"gradients were to be used after {left} of {self._passes_per_reduction} passes, but sharding groups"
+                f"gradients were to be used after {left} of {passes} passes, but sharding groups"
                 " average them in the last",
                 hint="leave out passes that fill no accumulation, or set backward_passes_per_step to 1",
             )
@@ -220,7 +221,7 @@ class ShardedDataParallel(DataParallel):
         self._refuse_after_failure()
         if torch.is_grad_enabled():
             self._root.set_requires_all_reduce(True)
-            self._begin_pass(training, self._finish)
+            self._begin_pass(training, self.reducer.finish)
 
     def abandon_forward_outside_step(self) -> None:
         self._failed = True
@@ -347,13 +348,6 @@ def _of_other_dtypes(blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
         seen.update(parts)
         others.update(each for each in parts if each.dtype is not sizes.most_common(1)[0][0])
     return others
-
-
-def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:
-    """Tell whether a block is resharded between its forward and its backward; the rest of the model never is."""
-    size = sum(each.parameter.numel() for each in parts)
-    large = size >= state.cfg.sdp_param_persistence_threshold
-    return block is not root and large and not any(is_registered(each.parameter) for each in parts)
 
 
 def _warn_of_large_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -14,7 +14,7 @@ schedulers and settings per group need to know nothing of this.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -27,7 +27,7 @@ def reduce_target_of(placement: ParameterPlacement) -> ReduceTarget:
     """Return where a parameter's gradient goes."""
     assert placement.reduce_group is not None, f"the gradient of {placement.name} is not reduced"
     owner = None if placement.owner is None else placement.reduce_ranks.index(placement.owner)
-    return ReduceTarget(placement.reduce_group, owner)
+    return ReduceTarget(placement.reduce_group, owner, may_overlap=len(placement.pp_ranks) == 1)
 
 
 class Zero1Partition:
@@ -36,11 +36,11 @@ class Zero1Partition:
     The placements of this rank's parameters come in the same order on all ranks that hold the same.
     """
 
-    def __init__(self, placements: Iterable[ParameterPlacement], reducers: Sequence[GradientReducer]) -> None:
+    def __init__(self, placements: Iterable[ParameterPlacement], reducer: GradientReducer) -> None:
         self._unowned: list[nn.Parameter] = []
         self._sources: list[tuple[nn.Parameter, Source]] = []
         """Where the new values of each parameter come from."""
-        self._reducers = reducers
+        self._reducer = reducer
         for each in placements:
             if each.owner is None or each.reduce_group is None:
                 continue
@@ -63,6 +63,6 @@ class Zero1Partition:
     def broadcast_updated(self) -> None:
         """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
         # An optimizer moves on what has been trained while it is frozen, if `grad` is 0.
-        trained = frozenset[nn.Parameter]().union(*(reducer.trained for reducer in self._reducers))
+        trained = self._reducer.trained
         updated = [(parameter, source) for parameter, source in self._sources if parameter in trained]
         broadcast_tensors(updated, "the updated parameters of another rank")

@@ -3,8 +3,8 @@
 ::
 
     fitted.py, one process ─────┐
-                                ├─► chooser.py, what each step is for ─┬─► measure.py, what one step shows
-    automatic.py, all ranks ────┘                                      └─► facts.py, the best choice from that
+                                ├─► chooser.py, what each step is for, and the best choice ─► measure.py, one step
+    automatic.py, all ranks ────┘
 
 The choice is that of `smpkit.plan.tune`, recomputation `smpkit.torch.recompute`'s, and the copies are those of
 `smpkit.torch.offload`.

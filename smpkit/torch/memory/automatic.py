@@ -30,11 +30,11 @@ from smpkit.torch.core.runtime import WrappedModel, state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.memory.chooser import Chooser, count_choices, largest_of
-from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.measure import device_limit
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 from smpkit.torch.recompute.layer import ChosenCheckpoint, ModuleCheckpoint
+from smpkit.units import amount
 
 
 class AutomaticActivations(StepParticipant):
@@ -43,7 +43,7 @@ class AutomaticActivations(StepParticipant):
     def __init__(self, model: WrappedModel, engine: ActivationEngine | None) -> None:
         self._model, self._engine = model, engine
         self._chooser: Chooser | None = None
-        self._has_begun = self._trains = False
+        self._trains = False
         self._saved: Mapping[str, str] = {}
         self._names: tuple[str, ...] = ()
         """The paths of the layers of all ranks."""
@@ -76,10 +76,7 @@ class AutomaticActivations(StepParticipant):
         self._trains = step.training and torch.is_grad_enabled()
         if not self._trains:
             return
-        if not self._has_begun:
-            self._has_begun = True
-            self._chooser = self._new_chooser()
-        chooser = self._chooser
+        chooser = self._chooser = self._chooser or self._new_chooser()
         if chooser is not None:
             chooser.begin_step()
             if chooser.facts is not None and state.dp_rank == 0:
@@ -161,7 +158,7 @@ def _line(chooser: Chooser) -> str:
     planned = chooser.facts.device_bytes(chooser.pick)
     return (
         f"Activations on pipeline rank {state.pp_rank}: of {len(chooser.layers)} layers {counts};"
-        f" {gib(planned)} of {gib(chooser.facts.limits.device_bytes)} planned."
+        f" {amount(planned)} of {amount(chooser.facts.limits.device_bytes)} planned."
     )
 
 
@@ -179,7 +176,8 @@ def _marked(root: nn.Module, *, offloads: bool) -> Iterator[tuple[str, ChosenChe
         if state.pp_size > 1 and not call.pp_ranks:
             continue  # it runs where its input is, now here and now there
         if offloads and not isinstance(call.checkpointing, ChosenCheckpoint):
-            call.checkpointing = ChosenCheckpoint(module, call.checkpointing.preserve_rng_state, may_keep=False)
+            call.checkpointing = ChosenCheckpoint(module, call.checkpointing.preserve_rng_state)
+            call.checkpointing.may_keep = False
         if isinstance(call.checkpointing, ChosenCheckpoint):
             yield name, call.checkpointing
 

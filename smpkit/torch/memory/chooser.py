@@ -29,7 +29,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from statistics import median
 from typing import Any, Final
 
@@ -40,16 +41,25 @@ from torch import Tensor, nn
 from smpkit.errors import UsageError
 from smpkit.plan.offload.simulate import Rules
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.tune.chain import ChainChoice, ChainLayer, ChainLimits, Choice, LoneEngine
+from smpkit.plan.tune.chain import (
+    ChainChoice,
+    ChainLayer,
+    ChainLimits,
+    Choice,
+    LoneEngine,
+    choose,
+    choose_by_simulation,
+    smallest_bytes,
+)
 from smpkit.torch.core import devices
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.memory.facts import StepFacts
 from smpkit.torch.memory.measure import Probe, Updates, input_bytes, num_bytes_of
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.recompute.layer import ChosenCheckpoint
+from smpkit.units import amount
 
 _NUM_START: Final = 3
 """Steps at least, before any is measured."""
@@ -209,26 +219,25 @@ class Chooser:
         counts = [len(calls.first) for calls in probes[-1].calls.values()]
         calls_each_once = counts == [self._microbatches] * len(self.layers)
         budget = None if self._engine is None else self._engine.arena.budget_bytes
+        own = [
+            self._static_bytes,
+            max(0.0, peak - self._static_bytes - kept),
+            max(0.0, self._forward_bytes - self._static_bytes - kept) if calls_each_once else math.inf,
+            median(probe.busy_seconds for probe in probes),
+            median(probe.stall_seconds for probe in probes),
+            largest,
+            -self.limit_bytes,
+            -math.inf if budget is None else -budget,
+            0 if self._engine is None else self._engine.tuner.lead + (3 if self._link.runs_ahead else 2),
+            1 / self._link.out_bytes_per_second,
+            1 / self._link.back_bytes_per_second,
+        ]
         # A rank may have called other layers than its replicas, so all send the numbers of all, in the same order.
-        shared = self._agree(
-            [
-                self._static_bytes,
-                max(0.0, peak - self._static_bytes - kept),
-                max(0.0, self._forward_bytes - self._static_bytes - kept) if calls_each_once else math.inf,
-                median(probe.busy_seconds for probe in probes),
-                median(probe.stall_seconds for probe in probes),
-                largest,
-                -self.limit_bytes,
-                -math.inf if budget is None else -budget,
-                0 if self._engine is None else self._engine.tuner.lead + (3 if self._link.runs_ahead else 2),
-                1 / self._link.out_bytes_per_second,
-                1 / self._link.back_bytes_per_second,
-                *chain.from_iterable(numbers.get(name, _NOT_CALLED) for name in self.layers),
-            ]
+        shared = iter(self._agree([*own, *chain.from_iterable(numbers.get(name, _NOT_CALLED) for name in self.layers)]))
+        static, dynamic, forward_most, busy, stalled, first_bytes, limit, host, window, out, back = islice(
+            shared, len(own)
         )
-        static, dynamic, forward_most, busy, stalled, first_bytes, limit, host, window, out, back = shared[:11]
-        starts = range(11, len(shared), 4)
-        rows = {name: tuple(shared[start : start + 4]) for name, start in zip(self.layers, starts, strict=True)}
+        rows = {name: tuple(islice(shared, len(_NOT_CALLED))) for name in self.layers}
         # In the order of the calls here, which the choice depends on.
         called = {name: rows[name] for name in (*numbers, *rows) if rows[name] != _NOT_CALLED}
         link = LinkSpeed(1 / out if out else math.inf, 1 / back if back else math.inf)
@@ -285,6 +294,101 @@ class Chooser:
             self.layers[name].choice = choice
         if problem is not None:
             warn_user(problem)
+
+
+# --- what was measured, and what follows from it: pure functions of numbers that all ranks agree on -------------------
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What was measured of a step, and of where it ran; layers are those of one microbatch."""
+
+    names: tuple[str, ...]
+    layers: tuple[ChainLayer, ...]
+    first_bytes: int
+    """The size of the first layer's inputs; all that depends on the batch grows with them."""
+    static_bytes: float
+    """Weights, gradients and optimizer states, which do not depend on the batch."""
+    dynamic_bytes: float
+    """The most that the device held beside these and what layers kept: logits, say, or a recomputation."""
+    forward_bytes: float
+    """The same until the first recomputation; infinite if not every layer is called exactly once in a forward."""
+    busy_seconds: float
+    """How long a step takes in which layers hold as little as they can, without its waits for copies."""
+    stall_seconds: float
+    """How long such a step waited for copies."""
+    microbatches: int
+    limits: ChainLimits
+    """What the device has for everything, and what the host has for the layers."""
+    engine: LoneEngine
+
+    @property
+    def room(self) -> ChainLimits:
+        """The limits of what depends on the batch."""
+        room = max(0.0, self.limits.device_bytes - self.static_bytes)
+        forward = None if self.limits.overlaps or math.isinf(self.forward_bytes) else self.forward_bytes
+        return replace(self.limits, device_bytes=room, outside_bytes=self.dynamic_bytes, forward_bytes=forward)
+
+    @property
+    def other_bytes(self) -> float:
+        """What the device holds beside what layers keep."""
+        return self.static_bytes + self.dynamic_bytes
+
+    @property
+    def kept_seconds(self) -> float:
+        """What a step takes if every layer keeps all that autograd saves: nothing is recomputed or copied."""
+        return self.busy_seconds - self.microbatches * sum(layer.again_seconds for layer in self.layers)
+
+    def step_seconds(self, pick: ChainChoice) -> float:
+        """Return what a step takes with a choice: what was measured, with other layers recomputed and other waits."""
+        measured = sum(layer.forward_seconds + layer.backward_seconds + layer.again_seconds for layer in self.layers)
+        return self.busy_seconds + self.microbatches * (pick.cost.seconds - measured)
+
+    def device_bytes(self, pick: ChainChoice) -> float:
+        """Return the peak on the device with a choice."""
+        return self.static_bytes + pick.cost.device_bytes
+
+    def scaled(self, first_bytes: int) -> StepFacts:
+        """Return the facts of a larger batch, by what its first layer is given."""
+        factor = first_bytes / self.first_bytes
+        layers = tuple(
+            replace(
+                layer,
+                forward_seconds=layer.forward_seconds * factor,
+                backward_seconds=layer.backward_seconds * factor,
+                recompute_seconds=layer.again_seconds * factor,
+                saved_bytes=math.ceil(layer.saved_bytes * factor),
+                input_bytes=math.ceil(layer.input_bytes * factor),
+            )
+            for layer in self.layers
+        )
+        return replace(
+            self,
+            layers=layers,
+            first_bytes=first_bytes,
+            dynamic_bytes=self.dynamic_bytes * factor,
+            forward_bytes=self.forward_bytes * factor,
+            busy_seconds=self.busy_seconds * factor,
+            stall_seconds=self.stall_seconds * factor,
+        )
+
+    def choose(self) -> tuple[ChainChoice, str | None]:
+        """Return the best choice that fits, or the smallest there is, and a sentence if even that does not fit."""
+        room = self.room
+        if (pick := self._best(room)) is not None:
+            return pick, None
+        least = smallest_bytes(self.layers, room)
+        pick = self._best(replace(room, device_bytes=least))
+        assert pick is not None, "the smallest choice fits into what it takes"
+        return pick, (
+            f"the model does not fit: its layers hold at least {amount(least - self.dynamic_bytes)}, the rest takes"
+            f" {amount(self.other_bytes)}, and the device may hold {amount(self.limits.device_bytes)}; every layer"
+            " holds as little as it can (use smaller batches, or shard states with more ranks)"
+        )
+
+    def _best(self, room: ChainLimits) -> ChainChoice | None:
+        # Of one microbatch after the other the order is known, and can be simulated; else sums must do.
+        return choose(self.layers, room) if room.overlaps else choose_by_simulation(self.layers, room, self.engine)
 
 
 def largest_of(

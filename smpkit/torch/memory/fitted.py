@@ -24,7 +24,6 @@ from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.memory.chooser import Chooser, count_choices, largest_of
-from smpkit.torch.memory.facts import gib
 from smpkit.torch.memory.measure import device_limit
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.link import Link
@@ -119,10 +118,10 @@ class LayerFit:
 
     name: str
     choice: Choice
-    forward_seconds: float
-    saved_bytes: int
+    forward_seconds: float = 0.0
+    saved_bytes: int = 0
     """What autograd keeps of it if it is kept."""
-    input_bytes: int
+    input_bytes: int = 0
     """What is kept, or offloaded, if it is recomputed."""
 
 
@@ -133,20 +132,20 @@ class FitReport:
     layers: tuple[LayerFit, ...]
     limit_bytes: int
     """How much the device may hold."""
-    other_bytes: int
+    other_bytes: int = 0
     """The part of it that weights, gradients and optimizer states take, and the most that was there beside what layers
     keep, such as logits or the recomputation of a layer."""
-    device_bytes: int
+    device_bytes: int = 0
     """The peak on the device, predicted."""
-    peak_bytes: int | None
+    peak_bytes: int | None = None
     """The peak on the device since the choice; None: the device does not count."""
-    host_bytes: int
+    host_bytes: int = 0
     """The size of activations on the host, predicted."""
-    step_seconds: float
+    step_seconds: float = 0.0
     """Predicted, from one forward to that of the next step."""
-    least_seconds: float
+    least_seconds: float = 0.0
     """Measured, with every layer holding as little as it can: the median of the steps before the choice."""
-    kept_seconds: float
+    kept_seconds: float = 0.0
     """Predicted, if every layer kept all that autograd saves, which needs more memory."""
     unmeasured: str = ""
     """Why nothing has been measured, so that all these numbers but the limit are 0; empty if they are not."""
@@ -160,13 +159,13 @@ class FitReport:
         layers = f"{len(self.layers)} layers: {count_choices(layer.choice for layer in self.layers)}"
         if self.unmeasured:
             return f"{layers}\n{self.unmeasured}"
-        peak = "" if self.peak_bytes is None else f", {gib(self.peak_bytes)} so far"
+        peak = "" if self.peak_bytes is None else f", {amount(self.peak_bytes)} so far"
         least, kept = f"{1e3 * self.least_seconds:.1f} ms", f"{1e3 * self.kept_seconds:.1f} ms"
-        host, outside = gib(self.host_bytes), f"{gib(self.other_bytes)} of it outside the layers"
+        host, outside = amount(self.host_bytes), f"{amount(self.other_bytes)} of it outside the layers"
         step = f"{1e3 * self.step_seconds:.1f} ms planned; {least} with every layer holding as little as it can"
         lines = [
             layers,
-            f"device: {gib(self.device_bytes)} of {gib(self.limit_bytes)} planned{peak}; {outside}; host: {host}",
+            f"device: {amount(self.device_bytes)} of {amount(self.limit_bytes)} planned{peak}; {outside}; host: {host}",
             f"step: {step}, {kept} with all kept",
         ]
         if not self.fits:
@@ -212,11 +211,11 @@ class Fitted:
         """Return what was chosen, and what came of it; before anything was measured, only what layers do now."""
         facts, pick = self._chooser.facts, self._chooser.pick
         if facts is None or pick is None:
-            layers = tuple(LayerFit(name, choice, 0.0, 0, 0) for name, choice in self.choices.items())
+            layers = tuple(LayerFit(name, choice) for name, choice in self.choices.items())
             why = f"`fit` decides after about six steps that update; this run had {self._chooser.num_steps}"
             if self.has_chosen:
                 why = "chosen by an earlier run: this one has measured nothing"
-            return FitReport(layers, self._chooser.limit_bytes, 0, 0, None, 0, 0.0, 0.0, 0.0, why)
+            return FitReport(layers, self._chooser.limit_bytes, unmeasured=why)
         return FitReport(
             layers=tuple(
                 LayerFit(name, self.choices[name], layer.forward_seconds, layer.saved_bytes, layer.input_bytes)

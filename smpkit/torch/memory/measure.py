@@ -18,10 +18,10 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.module_call import OriginalCall
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.distributed.host_memory import container_limit
-from smpkit.torch.memory.facts import gib
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 from smpkit.torch.placement.dtensor import local_tensor_of
+from smpkit.units import amount
 
 _USABLE: Final = 0.95
 """The part of a device that tensors can have: driver, libraries and the allocator's fragments take the rest."""
@@ -217,7 +217,7 @@ def device_limit(name: str, device: torch.device, limit_gib: float | None, num_s
     total = devices.total_bytes(device)
     if limit_gib is not None:
         if total is not None and limit_gib * 2**30 > total:
-            raise UsageError(f"{name} is {limit_gib:g}, and {device} has {gib(total)}", hint="give at most that")
+            raise UsageError(f"{name} is {limit_gib:g}, and {device} has {amount(total)}", hint="give at most that")
         return int(limit_gib * 2**30)
     if total is not None:
         return int(_USABLE * total)

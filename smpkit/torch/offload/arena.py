@@ -8,11 +8,11 @@ live microbatches need; without one, the first step pins as it goes.
 from __future__ import annotations
 
 import weakref
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 from torch import Tensor
@@ -38,14 +38,14 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Range:
     """Memory of a slab."""
 
     slab: int
     offset: int
-    size: int = field(compare=False)
-    last_read: Event = field(default=DONE, compare=False)
+    size: int
+    last_read: Event = DONE
     """The latest copy back from it: these end in order. Copies to the host are made in order anyway."""
 
 
@@ -114,23 +114,20 @@ class Arena:
 
     def collect(self) -> None:
         """Take back the blocks that are free, and join neighbours."""
+        if not self.returned:
+            return
         while self.returned:
             place = self.returned.popleft()
             self.used_bytes -= place.size
-            insort(self._free, place)
-            index = self._free.index(place)
-            for left in (index, index - 1):
-                self._join(left)
-
-    def _join(self, left: int) -> None:
-        """Join a free range with the next one, if that begins where it ends."""
-        if left < 0 or left + 1 >= len(self._free):
-            return
-        one, other = self._free[left : left + 2]
-        if one.slab == other.slab and one.offset + one.size == other.offset:
-            one.size += other.size
-            one.last_read = max(one.last_read, other.last_read, key=lambda event: event.number)
-            del self._free[left + 1]
+            self._free.append(place)
+        ranges, self._free = sorted(self._free, key=attrgetter("slab", "offset")), []
+        for place in ranges:
+            before = self._free[-1] if self._free else None
+            if before is None or (before.slab, before.offset + before.size) != (place.slab, place.offset):
+                self._free.append(place)
+                continue
+            before.size += place.size
+            before.last_read = max(before.last_read, place.last_read, key=lambda event: event.number)
 
     def _grow(self, size: int) -> _Range | None:
         """Take a slab from the system; None if it has none."""
@@ -144,7 +141,7 @@ class Arena:
             return None  # the budget was more than the machine has
         self.mapped_bytes += num_bytes
         slab = _Range(len(self._slabs) - 1, 0, num_bytes)
-        insort(self._free, slab)
+        self._free.append(slab)
         return slab
 
 

@@ -244,7 +244,7 @@ class ActivationEngine(Offloader):
         if not reason and not self._begin_leaving(parked, new):
             reason = "host memory for activations is used up"
         if reason:
-            self.say_it_stays(parked.label, must_leave, reason, self.hint)
+            self.say_it_stays(parked.label, must_leave, reason)
 
     def _saved_of(self, tensor: Tensor, parked: _Parked, new: list[_Storage], min_bytes: int) -> _Storage | None:
         """Return the record of a tensor's memory for a call; None if that stays on the device."""

@@ -118,7 +118,7 @@ class BackwardOrder:
     def upcoming(self, lead: int) -> list[int]:
         """Return the calls that backward comes to within `lead` layers, the next one first."""
         if self._actions:
-            return [index for index, distance in self._planned(lead) if distance <= lead]
+            return list(self._planned(lead))
         if self._last_used is None:
             return []
         last = self._last_used
@@ -126,10 +126,10 @@ class BackwardOrder:
 
     def is_needed_within(self, lead: int) -> bool:
         """Return whether the plan comes to the latest call again within `lead` layers."""
-        return any(index == self._count - 1 and distance <= lead for index, distance in self._planned(lead))
+        return self._count - 1 in self._planned(lead)
 
-    def _planned(self, lead: int) -> Iterator[tuple[int, int]]:
-        """Yield the calls of backwards that the horizon reaches, each with its distance, until that is the lead.
+    def _planned(self, lead: int) -> Iterator[int]:
+        """Yield the calls of backwards that the horizon reaches, up to a distance of `lead`.
 
         The distance of a call is how many layers this rank computes from now until its backward, which counts, too: in
         a forward those that it has still to call, as many as the segment had last time; in a backward one after the
@@ -151,7 +151,9 @@ class BackwardOrder:
                     distance += max(0, self._num_calls[action.segment] - len(calls))
                 for index in self._still(reversed(calls)):
                     distance += 1
-                    yield index, distance
+                    if distance > lead:
+                        return
+                    yield index
             if distance >= lead:
                 return
 

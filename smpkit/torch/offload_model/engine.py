@@ -234,16 +234,15 @@ class Engine:
 
     def end_forward(self) -> None:
         """Bring all parameters back to the host; also after an error."""
-        current, self._current = self._current, None
+        entered = [self._resident] if self._current is None else [self._current, self._resident]
+        self._current = None
         try:
-            for index in (current, self._resident):
-                if index is not None:
-                    self._end(index)
+            for index in entered:
+                self._end(index)
         finally:
             self.is_in_forward = False
-            for index in (current, self._resident):
-                if index is not None:
-                    self.leave(index)
+            for index in entered:
+                self.leave(index)
         if not torch.is_grad_enabled():  # no backward follows, in which the user's writes would be an error
             self.link.synchronize(self._last_load, "the weights of a slice")
 
@@ -368,9 +367,9 @@ class Engine:
         arrived = [(parameter, view) for (parameter, _), view in zip(gradients, views, strict=True)]
         if is_sum:
             slot.sum = arrival, arrived
-            return arrival
-        for parameter, view in arrived:
-            parameter.grad = view
+        else:
+            for parameter, view in arrived:
+                parameter.grad = view
         return arrival
 
     def _release(self) -> None:

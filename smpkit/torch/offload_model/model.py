@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
-from smpkit.torch.core.arguments import check_bool, check_num_bytes
+from smpkit.torch.core.arguments import check_bool, check_num_bytes, check_sizes
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.offloader import KEEPING, Offloader
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, map_tensors, tensors_in, version_of
 from smpkit.torch.core.tree import children
-from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.objects import gather_objects
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload_model.engine import DEADLINE_SECONDS, Engine, sources
 from smpkit.torch.offload_model.slices import (
@@ -34,6 +35,7 @@ from smpkit.torch.offload_model.slices import (
     split,
 )
 from smpkit.torch.placement.blocks import repeated_blocks
+from smpkit.torch.recompute.api import is_plain
 from smpkit.torch.recompute.layer import ModuleCheckpoint
 from smpkit.torch.recompute.surroundings import all_modules
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
@@ -133,13 +135,12 @@ class OffloadModel(nn.Module):
         self.offload_device = _as_device("offload_device", offload_device)
         if self.offload_device.type != "cpu":
             raise UnsupportedError(f"offload_device is {offload_device}; weights rest on the CPU")
-        _check_count("num_slices", num_slices)
-        _check_count("num_microbatches", num_microbatches)
+        check_sizes("OffloadModel", num_slices=num_slices, num_microbatches=num_microbatches)
         check_bool("checkpoint_activation", checkpoint_activation)
         check_bool("prefetch", prefetch)
         check_num_bytes("host_budget_bytes", host_budget_bytes, of_none="three quarters of what is free")
         _check_dtype(dtype)
-        self._num_microbatches, self._checkpoints = num_microbatches, checkpoint_activation
+        self._num_microbatches = num_microbatches
         self._unpacks = isinstance(model, list)
         """Whether a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's
         lists; the layers of an `nn.Sequential` get what the layer before returned as one argument."""
@@ -183,9 +184,9 @@ class OffloadModel(nn.Module):
         undo.callback(register_optimizer_step_post_hook(functools.partial(_note_step, slices)).remove)
         # `use_reentrant=True` around a block hides from us what the block returns, until it has run again in backward.
         patch_torch_checkpoint()
-        if not self._is_chain:
-            keeper = self._keeper if checkpoint_activation else None
-            for index, block in ((index, block) for index, group in enumerate(groups) for block in group):
+        keeper = self._keeper if checkpoint_activation else None
+        for index, group in enumerate([[each] for each in self.model_slices] if self._is_chain else groups):
+            for block in group:
                 _surround(block, self._engine, index, keeper, undo)
         weakref.finalize(self, undo.close)
 
@@ -237,16 +238,12 @@ class OffloadModel(nn.Module):
         shared = [(each, version_of(each)) for each in tensors_in((inputs, kwargs)) if not is_batched(each)]
         values: list[Any] = list(pieces)
         for index, shard in enumerate(self.model_slices):
-            self._engine.switch_to(index)
-            run: OriginalCall = shard
-            if self._checkpoints:
-                run = ModuleCheckpoint(shard, preserve_rng_state=True, keeper=self._keeper)(shard)
             for number, value in enumerate(values):
                 if index == 0:
                     args, keywords = value
                 else:
                     args, keywords = (value if self._unpacks and isinstance(value, tuple) else (value,)), {}
-                values[number] = _watched(self._engine, index, shard, run, args, keywords)
+                values[number] = shard(*args, **keywords)
         if len(pieces) > 1 and any(version_of(tensor) != version for tensor, version in shared):
             raise UsageError(
                 "a layer changed in place a tensor that all microbatches get whole, so the later ones got another",
@@ -348,42 +345,39 @@ def _surround(
 ) -> None:
     """Bring the slice of a block for its calls in the model's forward, until `undo` is closed.
 
-    With a `keeper` of its input the block is checkpointed.
+    The block is a layer of the user's model, or in a chain all of a slice. With a `keeper` of its input it is
+    checkpointed.
     """
-    call = ModuleCall.on(block)
-    before = call.checkpointing
-    inner = before or (None if keeper is None else ModuleCheckpoint(block, preserve_rng_state=True, keeper=keeper))
+    # A call of its own: without it the block is as it was, and goes with the last reference to it.
+    before, call = block._compiled_call_impl, copy.copy(ModuleCall.of(block))
+    inner = call.checkpointing or (None if keeper is None else ModuleCheckpoint(block, keeper=keeper))
 
     def around(original: OriginalCall) -> OriginalCall:
-        run = original if inner is None else inner(original)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if not engine.is_in_forward:
-                return run(*args, **kwargs)
-            engine.switch_to(index)
-            return _watched(engine, index, block, run, args, kwargs)
-
-        return called
+        return functools.partial(_run_block, block, engine, index, original if inner is None else inner(original))
 
     call.checkpointing = around
-    undo.callback(setattr, call, "checkpointing", before)
+    block._compiled_call_impl = call
+    undo.callback(setattr, block, "_compiled_call_impl", before)
 
 
-def _watched(engine: Engine, index: int, layer: nn.Module, run: OriginalCall, args: Any, kwargs: Any) -> Any:
-    """Run a layer; its backward begins with the gradient of any tensor that it returns, sets or shows to hooks.
+def _run_block(block: nn.Module, engine: Engine, index: int, run: OriginalCall, *args: Any, **kwargs: Any) -> Any:
+    """Run a block; its backward begins with the gradient of any tensor that it returns, sets or shows to hooks.
 
     A variational autoencoder sets a part of its loss as an attribute, which is computed last and comes first in
     backward. A perceptual loss may be of features alone that hooks have taken from the middle of a layer.
     """
-    before = sources([*tensors_in((args, kwargs)), *_attributes(layer)])
+    if not engine.is_in_forward:
+        return run(*args, **kwargs)
+    engine.switch_to(index)
+    before = sources([*tensors_in((args, kwargs)), *_attributes(block)])
     shown: list[Tensor] = []
     with contextlib.ExitStack() as handles:
-        for module in all_modules([layer]):
+        for module in all_modules([block]):
             if module._forward_hooks or module._forward_pre_hooks:
                 hook = module.register_forward_hook(lambda _, *values: shown.extend(tensors_in(values)), prepend=True)
                 handles.callback(hook.remove)
         result = run(*args, **kwargs)
-    engine.watch(index, [*_outputs(layer, result), *_attributes(layer), *shown], before)
+    engine.watch(index, [*_outputs(block, result), *_attributes(block), *shown], before)
     return result
 
 
@@ -406,11 +400,10 @@ def _outputs(layer: nn.Module, result: Any) -> list[Tensor]:
 
 def _only_calls_its_layers(model: Any) -> bool:
     """Return whether a model is an nn.Sequential whose call does nothing but to call its layers in order."""
-    if not isinstance(model, nn.Sequential) or ModuleCall.of(model).is_compiled:
+    if not isinstance(model, nn.Sequential) or not is_plain(model):
         return False
-    own_forward = type(model).forward is not nn.Sequential.forward or "forward" in vars(model)
     hooks = model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks
-    return not own_forward and not any((model._parameters, model._buffers, *hooks))
+    return not any((model._parameters, model._buffers, *hooks))
 
 
 def _layers_of(model: Any, paths: Sequence[str] | None) -> list[nn.Module]:
@@ -461,11 +454,6 @@ def _leaves_its_input(layer: nn.Module) -> bool:
     return not getattr(first, "inplace", False)
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}; it must be a whole number, at least 1")
-
-
 def _check_dtype(dtype: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(
@@ -474,11 +462,10 @@ def _check_dtype(dtype: object) -> None:
         )
 
 
-def _check_equal(slices: Sequence[Any], group: dist.ProcessGroup) -> None:
+def _check_equal(slices: Sequence[Slice], group: dist.ProcessGroup) -> None:
     """Raise UsageError unless all processes begin with the same weights."""
-    sums: list[Any] = [None] * group.size()
-    with waiting("OffloadModel(..., process_group=...)", group):
-        dist.all_gather_object(sums, [float(each.double().sum()) for piece in slices for each in piece.masters], group)
+    own = [float(each.double().sum()) for piece in slices for each in piece.masters]
+    sums = gather_objects(own, group, "OffloadModel(..., process_group=...)")
     if any(other != sums[0] for other in sums):
         raise UsageError(
             "the processes of process_group begin with different weights",

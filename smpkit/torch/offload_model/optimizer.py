@@ -83,12 +83,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         _check(model, rule, max_grad_norm, overlap, num_threads)
         if "fused" in inspect.signature(rule).parameters and not options.get("foreach"):
             options = {"fused": True} | options
-        self._is_complete = False
         # The rule's own class checks the options and fills in defaults.
         whole = rule(list(groups) if groups is not None else list(model.parameters()), **options)
         super().__init__(whole.param_groups, whole.defaults)
         self.state.update(whole.state)  # some rules make states at once, as Adagrad does in torch 2.11
-        self._is_complete = True
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         """Norm of the gradients in the last step, before clipping; None without clipping."""
@@ -153,7 +151,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UnsupportedError: which slice has which parameters is decided when the optimizer is made."""
-        if getattr(self, "_is_complete", False):
+        if hasattr(self, "_parts"):
             raise UnsupportedError(
                 "an OffloadOptimizer takes no further parameter groups", hint="give all of them when it is made"
             )

@@ -45,7 +45,7 @@ class MasterWeights:
         dtype: of the model.
     """
 
-    def __init__(self, optimizer: Any, dtype: torch.dtype, scaler: LossScaler) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype, scaler: LossScaler) -> None:
         self.loss_scaler: Any = scaler
         """What chooses the loss scale; may be replaced by another one with the same members."""
         self.overflow = False
@@ -73,7 +73,7 @@ class MasterWeights:
         if model is None or not model.partitioned:
             return False
         loaded, numbers = (self._pending_state or {}).get("state", {}), itertools.count()
-        for group in self._groups:
+        for group in self._optimizer.param_groups:
             for position, (parameter, number) in enumerate(zip(group["params"], numbers, strict=False)):
                 trained = parameter.requires_grad or number in loaded
                 if parameter.dtype == self._dtype and trained and model.owns(parameter):
@@ -112,7 +112,7 @@ class MasterWeights:
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
         """The masters by parameter group; empty lists while this rank does not know its part of the model."""
         self.create_missing()
-        return [[each for each in group["params"] if each in self._weights] for group in self._groups]
+        return [[each for each in group["params"] if each in self._weights] for group in self._optimizer.param_groups]
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
@@ -174,11 +174,6 @@ class MasterWeights:
 
         nn.Parameter.data = property(get, assign)  # type: ignore[assignment]
         state.reset_hooks.append(lambda: setattr(nn.Parameter, "data", torch.Tensor.data))
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        return groups
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -246,10 +241,13 @@ class MasterWeights:
         """Yield the optimizer's parameters that have a gradient, each with the values of that (sparse ones too)."""
         model = state.model
         assert model is not None
-        for group in self._groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and model.owns(self.model_parameter_of(parameter)):
-                    yield parameter, parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+        for parameter in self._members():
+            if parameter.grad is not None and model.owns(self.model_parameter_of(parameter)):
+                yield parameter, parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+
+    def _members(self) -> Iterator[torch.Tensor]:
+        """Yield the optimizer's parameters, masters among them, in the order of their numbers in state dicts."""
+        return (each for group in self._optimizer.param_groups for each in group["params"])
 
     def _fill_gradients(self) -> None:
         filled = []
@@ -302,7 +300,7 @@ class MasterWeights:
             return {**self._pending_state, "param_groups": plain["param_groups"]}
         self._follow_model()
         states = dict(plain["state"])
-        for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
+        for number, parameter in enumerate(self._members()):
             if parameter in self._weights:
                 states[number] = {**states.get(number, {}), MASTER_KEY: parameter.detach()}
         return {**plain, "state": states, SCALER_KEY: self.loss_scaler.state_dict()}
@@ -329,7 +327,7 @@ class MasterWeights:
         if SCALER_KEY in values:
             self.loss_scaler.load_state_dict(values[SCALER_KEY])
         with torch.no_grad():
-            for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
+            for number, parameter in enumerate(self._members()):
                 if parameter in self._weights and number in masters:
                     parameter.copy_(masters[number])
                     self._weights[parameter].copy_(parameter)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.arguments import check_bool
+from smpkit.torch.core.arguments import check_bool, check_module
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
@@ -43,7 +43,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
         UsageError: `module` is no module, or was placed by hand on several pipeline ranks. A module that the automatic
             partition puts on several ranks runs un-checkpointed, after a warning.
     """
-    _check_module("checkpoint", module)
+    _check_layer("checkpoint", module)
     check_bool("preserve_rng_state", preserve_rng_state)
     if isinstance(module, _CONTAINERS):
         raise UsageError(
@@ -51,7 +51,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
             hint="checkpoint the modules in it",
         )
     call = ModuleCall.of(module)
-    if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and _is_plain(module):
+    if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and is_plain(module):
         return call.run(SequentialCheckpoint(module, preserve_rng_state, None), args, kwargs)
     return call.run(_checkpoint_of(module, call, preserve_rng_state), args, kwargs)
 
@@ -111,7 +111,7 @@ def set_activation_checkpointing(
         UsageError: an argument is invalid, or a module was placed by hand on several pipeline ranks (raised in the
             first step if the module has not been placed yet).
     """
-    _check_module("set_activation_checkpointing", module)
+    _check_layer("set_activation_checkpointing", module)
     check_bool("preserve_rng_state", preserve_rng_state)
     check_bool("pack_args_as_tuple", pack_args_as_tuple)
     automatic = strategy == "auto"
@@ -144,16 +144,8 @@ def _checkpoint_of(
     return None if _cannot_checkpoint(module, call.pp_ranks) else kind(module, preserve_rng_state)
 
 
-def _check_module(function: str, module: object) -> None:
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        raise UsageError(
-            f"{function} takes a module, not the class {module.__name__}", hint="make an object of the class first"
-        )
-    if not isinstance(module, nn.Module):
-        raise UsageError(
-            f"{function} takes a torch.nn.Module, not {_kind(module)}",
-            hint="put the code into the forward of a module",
-        )
+def _check_layer(function: str, module: object) -> None:
+    check_module(function, module)
     model: object = state.model
     if module is model:
         raise UsageError(
@@ -176,7 +168,7 @@ def _group_size(strategy: object, others: str = "") -> int | None:
 
 
 def _check_chain(module: nn.Sequential) -> None:
-    if not _is_plain(module):
+    if not is_plain(module):
         what = "was compiled" if ModuleCall.of(module).is_compiled else "has a forward of its own"
         raise UsageError(
             f"{_kind(module)} {what}, so its layers cannot be grouped",
@@ -266,7 +258,7 @@ class SequentialCheckpoint:
         return run_checkpointed(run_layers, layers, (value,), {}, preserve_rng_state=self._preserve_rng_state)
 
 
-def _is_plain(module: nn.Sequential) -> bool:
+def is_plain(module: nn.Sequential) -> bool:
     """Return whether calling the module calls its layers one after the other and does nothing else."""
     own_forward = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
     return not own_forward and not ModuleCall.of(module).is_compiled

@@ -39,7 +39,7 @@ _warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 class ModuleCheckpoint:
     """Checkpoints each call of `module`; `keeper` has its inputs until backward, as for `run_checkpointed`."""
 
-    def __init__(self, module: nn.Module, preserve_rng_state: bool, keeper: Offloader | None = None) -> None:
+    def __init__(self, module: nn.Module, preserve_rng_state: bool = True, keeper: Offloader | None = None) -> None:
         self.module, self.preserve_rng_state, self._keeper = module, preserve_rng_state, keeper
 
     def __call__(self, original: OriginalCall) -> OriginalCall:
@@ -73,18 +73,8 @@ class ChosenCheckpoint(ModuleCheckpoint):
     """Without an engine that offloads, the same as RECOMPUTE."""
     watch: Callable[[ChosenCheckpoint, OriginalCall, Any, Any], Any] | None = None
     """Runs a call that trains: it is given the layer, what runs the call, and the call's arguments."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        preserve_rng_state: bool = True,
-        *,
-        may_keep: bool = True,
-        keeper: Offloader | None = None,
-    ) -> None:
-        super().__init__(module, preserve_rng_state, keeper)
-        self.may_keep = may_keep
-        """Whether the layer may do without recomputation."""
+    may_keep = True
+    """Whether the layer may do without recomputation."""
 
     def run_chosen(self, call: OriginalCall, args: Any, kwargs: Any) -> Any:
         """Run a call as it was chosen."""

@@ -212,7 +212,7 @@ class _Region:
         if tensor is None:
             raise self._differs("it does not save a tensor that backward needs")
         if tensor._version != promise.version:
-            raise changed_in_place(self._name)
+            raise changed_in_place(f"`{self._path}`")
         return tensor
 
     def _recompute(self) -> None:
@@ -274,21 +274,17 @@ class _Region:
         parameters = [named for module in self._modules for named in module.named_parameters()]
         name = next((f"`{name}`" for name, weight in parameters if id(weight) in changed), "a weight")
         raise UsageError(
-            f"{name} of {self._name} was changed in place in a forward or before its backward, which runs that forward"
-            " again",
+            f"{name} of `{self._path}` was changed in place in a forward or before its backward, which runs that"
+            " forward again",
             hint="run backward first (optimizer.step() changes weights), or do not checkpoint this module",
         )
 
     def _differs(self, how: str) -> UsageError:
         return UsageError(
-            f"when backward ran the forward of {self._name} again, it computed something else: {how}",
+            f"when backward ran the forward of `{self._path}` again, it computed something else: {how}",
             hint="it must do the same both times: nothing in it may depend on attributes, generators, globals or time"
             " that change between forward and backward",
         )
-
-    @property
-    def _name(self) -> str:
-        return f"`{self._path}`"
 
 
 def _as_written() -> AbstractContextManager[object]:

@@ -25,6 +25,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Generator
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -241,29 +242,22 @@ def _wrapper(value: Any) -> Any:
 @functools.lru_cache(maxsize=1)
 def _serves_policies() -> bool:
     """Return whether a policy that offloads comes through, in this version of torch: try it on two numbers."""
+    parked: list[Tensor] = []
 
-    class Region:
-        parked: Final[list[Tensor]] = []
+    def park_output(tensor: Tensor, _must_leave: str | None) -> Callable[[], Tensor]:
+        parked.append(tensor)
+        return lambda: tensor
 
-        def park_output(self, tensor: Tensor, _must_leave: str | None) -> Callable[[], Tensor]:
-            self.parked.append(tensor)
-            return lambda: tensor
-
-    if _torch_wrapper is None or torch_checkpoint._CachingTorchDispatchMode is not _ForwardMode:
-        return False
-    outer, recording.region = recording.region, Region()  # type: ignore[assignment]
-
-    def policy(*_: Any, **__: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_CPU_OFFLOAD
-
+    outer, recording.region = recording.region, SimpleNamespace(park_output=park_output)  # type: ignore[assignment]
+    contexts: Any = torch_checkpoint.create_selective_checkpoint_contexts
     try:
-        forward, backward = torch_checkpoint.create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        forward, backward = contexts(lambda *_, **__: CheckpointPolicy.PREFER_CPU_OFFLOAD)
         ones = torch.ones(2, device="cpu")
         with forward:
             torch.neg(ones)
         with backward:
             again = torch.neg(ones)
-        serves = len(Region.parked) == 1 and again is Region.parked[0]
+        serves = len(parked) == 1 and again is parked[0]
     except Exception:  # whatever is different in that torch: the caller refuses it by name
         return False
     finally:

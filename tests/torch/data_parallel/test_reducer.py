@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
+from smpkit.plan.mesh import CommGroup
 from smpkit.testing.ranks import RankFailed
-from smpkit.torch.data_parallel.reducer import Bucket, ReduceTarget, plan_buckets
+from smpkit.torch.core.runtime import state
+from smpkit.torch.data_parallel.reducer import Bucket, GradientReducer, ReduceTarget, plan_buckets
 from tests.models import Case
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, train_step
@@ -124,7 +126,7 @@ def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
 def test_a_step_sends_each_bucket_once_and_overlap_starts_them_inside_backward(overlap: bool) -> None:
     model = start(microbatches=4, overlapping_allreduce=overlap)
     assert model.data_parallel is not None
-    reducer = model.data_parallel.reducers[0]
+    reducer = model.data_parallel.reducer
     early, finish = [], reducer.finish  # how many messages had started when the last backward ended
 
     def counted_finish() -> None:
@@ -137,6 +139,21 @@ def test_a_step_sends_each_bucket_once_and_overlap_starts_them_inside_backward(o
             branch_step(model, torch.ones(4, 3), (0, 1, 2, 3))
     assert all_reduce.call_count == len(reducer.buckets) == 4
     assert early == ([4, 4] if overlap else [0, 0])
+
+
+@on_ranks(2)
+def test_gradients_of_several_pipeline_ranks_wait_for_the_end_of_backward() -> None:
+    smp.init({"ddp": True})
+    group = state.process_group(CommGroup.DP_GROUP)
+    late, early = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    targets = {late: ReduceTarget(group, may_overlap=False), early: ReduceTarget(group)}
+    reducer = GradientReducer([("", each, target) for each, target in targets.items()], bucket_cap_bytes=1)
+    reducer.begin_pass()
+    reducer.overlap_next_backward()
+    (late * early * (smp.rank() + 1)).sum().backward()
+    assert [bucket.params for bucket in reducer.buckets[: len(reducer._pending)]] == [[early]]
+    reducer.finish()
+    assert_close([late.grad, early.grad], [torch.full((2,), 1.5)] * 2)
 
 
 @pytest.mark.also_on("sim:copies:0")

@@ -216,3 +216,18 @@ def test_the_end_of_the_process_waits_for_no_copy() -> None:
         if each.peek()[0] is held._engine and each.peek()[1] == held._engine.link.before_free
     ]
     assert [each.atexit for each in waits] == [False]
+
+
+@everywhere
+@both_ways
+def test_a_model_goes_with_its_last_reference(checkpoint: bool) -> None:
+    gc.collect()
+    gc.disable()  # which would find it later: by then another model may have filled the memory
+    try:
+        model = OffloadModel(_layers(), CPU, CPU, 2, checkpoint)
+        model(torch.ones(2, 4)).sum().backward()
+        layer = weakref.ref(model.get_submodule("_model.0.model_shard.0"))
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()

@@ -176,9 +176,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "a path that is no list": (lambda: wrap(layers(), layers="0"), UsageError, "must be a list of module paths"),
     "no paths": (lambda: wrap(layers(), layers=[]), UsageError, "must be a list of module paths"),
-    "no slices": (lambda: wrap(num_slices=0), UsageError, "num_slices is 0; it must be a whole number, at least 1"),
-    "True slices": (lambda: wrap(num_slices=True), UsageError, "num_slices is True"),
-    "half a microbatch": (lambda: wrap(num_microbatches=0.5), UsageError, r"num_microbatches is 0\.5"),
+    "no slices": (
+        lambda: wrap(num_slices=0),
+        UsageError,
+        "num_slices of OffloadModel must be an integer of at least 1, got 0",
+    ),
+    "True slices": (lambda: wrap(num_slices=True), UsageError, "num_slices .* at least 1, got True"),
+    "half a microbatch": (lambda: wrap(num_microbatches=0.5), UsageError, r"num_microbatches .*, got 0\.5"),
 }
 
 
