@@ -15,6 +15,7 @@ from torch import nn
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.placement.delayed import is_delayed, run_deferred_loads, set_delayed_value
 from smpkit.torch.placement.dtensor import distribute_state, full_tensor_of, local_tensor_of
@@ -98,7 +99,12 @@ class ModelParts(nn.Module):
         return (pair for pair in self.module.named_parameters() if self.holds(pair[1]))
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters that this rank holds."""
+        """Iterate over the parameters that this rank holds; before a pipeline's first step, which divides, over all."""
+        if self.pipeline is not None and not self.partitioned:
+            warn_user(
+                "model.local_parameters() was called before the first step, in which a pipeline divides the model: they"
+                " are all parameters now, and fewer afterwards. Make averages of weights after that step"
+            )
         return (parameter for _, parameter in self.local_named_parameters())
 
     def virtual_named_parameters(self) -> NamedParameters:

@@ -183,7 +183,13 @@ def step(
 
         loss = train_step(model, tokens, targets).reduce_mean()
 
-    Each microbatch has its own lists and dicts: what the function writes into one, its caller does not see.
+    Each microbatch has its own lists and dicts: what the function writes into one, its caller does not see. In them
+    each tensor is cut, so a list of samples (a detector's pictures and targets, say) cuts itself::
+
+        class Samples(list):
+            def smp_slice(self, num_mb, mb, axis):
+                size = len(self) // num_mb
+                return list(self[mb * size : (mb + 1) * size])
 
     Args:
         non_split_inputs: names of arguments that each microbatch gets whole.

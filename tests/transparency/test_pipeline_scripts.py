@@ -425,3 +425,20 @@ def test_ranks_that_freeze_different_parameters_are_named() -> None:
     message = error_of(lambda: step(model, *batch(1)))
     assert "pipeline rank 1 took another way" in message
     assert "`a step with 4 frozen parameters" in message
+
+
+@on_ranks(2)
+def test_this_ranks_parameters_before_they_are_known_come_with_a_warning() -> None:
+    # An average of weights that was made of them went on with the weights of other layers, if these had the same shape.
+    run = Run(2)
+    model = run.model(sequential())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = list(model.local_parameters())
+    assert ["local_parameters() was called before the first step" in str(each.message) for each in caught] == [True] * (
+        smp.rank() == 0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run.step(mse_step)(model, *batch(0))
+        assert 0 < len(list(model.local_parameters())) < len(before)

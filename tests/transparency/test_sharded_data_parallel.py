@@ -490,6 +490,54 @@ def test_what_is_not_registered_cannot_be_used_outside() -> None:
         smp.register_parameter(nn.Linear(1, 1), wrong)
 
 
+class Recurrent(nn.Module):
+    """Makes its first hidden state of a weight, and has a second method, as public language models and VAEs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def hidden(self, size: int) -> Tensor:
+        return next(self.parameters()).new_zeros(1, size, WIDTH)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x, hidden = self.rnn(x, hidden)
+        return self.decode(x), hidden
+
+
+@on_ranks(2)
+def test_a_hidden_state_made_of_a_weight_is_whole_in_the_model() -> None:
+    # It is a DTensor, which torch mixes with no other tensor.
+    with world(way_of()):
+        module = Recurrent().double()
+        x = torch.ones(4, 2, WIDTH, dtype=torch.float64)
+        expected = module(x, module.hidden(4))[0]
+        model = smp.DistributedModel(module)
+        torch.testing.assert_close(model(x, module.hidden(4))[0], expected)
+
+
+@on_ranks(2)
+def test_a_method_that_is_called_beside_the_model_is_refused() -> None:
+    with world(way_of()):
+        module = Recurrent()
+        smp.DistributedModel(module)
+        with pytest.raises(UsageError, match="`head` was called while this rank had a part of its weights only"):
+            smp.step(module.decode)(torch.ones(2, WIDTH))
+
+
+@on_ranks(2)
+def test_a_divided_model_keeps_the_name_of_its_class() -> None:
+    # Trainer smooths labels by it: each token was compared with itself, instead of the one before.
+    with world(way_of()):
+        module = Recurrent()
+        smp.DistributedModel(module)
+        kind = type(module)
+        assert (module._get_name(), kind.__qualname__, kind.__module__) == ("Recurrent", "Recurrent", __name__)
+
+
 class Dropping(TiedFunctional):
     """Leaves out layers that each rank draws for itself, as LayerDrop does."""
 

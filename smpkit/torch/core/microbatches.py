@@ -131,7 +131,10 @@ def _split(argument: _Argument, value: Any, count: int, device: torch.device) ->
     inside = children(value)
     if inside is None:
         return [value] * count
-    parts = {key: _split(argument, child, count, device) for key, child in inside.items()}
+    parts = {
+        key: _split(argument._replace(name=f"{argument.name}[{key!r}]"), child, count, device)
+        for key, child in inside.items()
+    }
     return [rebuild(value, {key: part[index] for key, part in parts.items()}) for index in range(count)]
 
 
@@ -153,7 +156,8 @@ def _split_tensor(
         raise UsageError(
             f"batch size {size} (argument `{name}`, axis {axis}) is not divisible by {count} microbatches",
             hint="use DataLoader(drop_last=True) and a batch size that is a multiple of `microbatches`,"
-            " or name the argument in non_split_inputs",
+            " or name the argument in non_split_inputs; a list of samples cuts itself, if its class has a method"
+            " `smp_slice(num_mb, mb, axis)`",
         )
     part = size // count
     # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.

@@ -7,10 +7,14 @@ constructor accepts.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import dataclasses
 import io
+import operator
 import pickle
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
@@ -74,5 +78,20 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             kind: Any = type(value)
-            return kind._make, (tuple(value),)
+            if _has_name(kind):
+                return kind._make, (tuple(value),)
+            return _make_named_tuple, (kind.__name__, kind._fields, tuple(value))
         return NotImplemented
+
+
+def _has_name(kind: type) -> bool:
+    """Return whether pickle finds a class by its name; it does not if a forward makes it each time (public VGGs)."""
+    with contextlib.suppress(AttributeError, KeyError):
+        return operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind
+    return False
+
+
+def _make_named_tuple(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    # Its fields are known only here.
+    kind: Any = collections.namedtuple(name, fields)  # type: ignore[misc]  # noqa: PYI024
+    return kind._make(values)

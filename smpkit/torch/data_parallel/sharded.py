@@ -30,6 +30,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core import devices
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
 from smpkit.torch.data_parallel.replicas import check_same, check_same_model
@@ -38,7 +39,7 @@ from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.blocks import repeated_blocks
 from smpkit.torch.placement.delayed import initialize
-from smpkit.torch.placement.dtensor import distribute_like
+from smpkit.torch.placement.dtensor import distribute_like, full_tensor_of
 from smpkit.torch.placement.placement import ParameterPlacement, Placement
 from smpkit.torch.placement.shards import copy_mark_to, hook_on_weight
 from smpkit.torch.precision.cast import half_dtype, kept_in_float32
@@ -88,6 +89,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
             mp_policy=_FLOAT32 if block in apart else _precision(),
             ignored_params={each.parameter for each in whole},
         )
+        _name_as_before(type(block))
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
@@ -126,6 +128,7 @@ class ShardedDataParallel(DataParallel):
         """What took the place of each parameter from before."""
         for parameter, replacement in self._replaced.items():
             copy_mark_to(replacement, parameter)
+        module.register_forward_pre_hook(_with_whole_arguments, with_kwargs=True)
         module.register_forward_hook(self._end_forward)
         self._ran: list[str] = []
         """The blocks that have run with gradients since the last update."""
@@ -243,6 +246,11 @@ class ShardedDataParallel(DataParallel):
             )
 
 
+def _with_whole_arguments(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give the model whole tensors where a script made DTensors, as by `weight.new_zeros` for a first hidden state."""
+    return map_leaves(full_tensor_of, (args, kwargs))
+
+
 _FREED: Final = "out of bounds for storage of size 0"
 """Torch's words for a use of weights that `fully_shard` has freed."""
 
@@ -254,6 +262,15 @@ def _is_divisible(parameter: nn.Parameter) -> bool:
     elements, of complex numbers, or of integers and numbers of 8 bits (frozen weights of quantised models).
     """
     return parameter.ndim > 0 and parameter.numel() > 0 and parameter.is_floating_point() and parameter.itemsize > 1
+
+
+def _name_as_before(kind: type) -> None:
+    """Give a class that `fully_shard` made the names of the module's own: others go by them.
+
+    By a model's class, Hugging Face's Trainer knows that labels are shifted before it smooths them.
+    """
+    own = kind.__bases__[-1]
+    kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def _settle_dtypes(module: nn.Module) -> None:

@@ -41,11 +41,14 @@ from smpkit.torch.pipeline.outputs import (
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch
+from smpkit.torch.placement.dtensor import is_dtensor
 from smpkit.torch.placement.placement import enclosing_unit, names_by_module, pp_ranks_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")
 """Torch's errors under torch.vmap: of a module that draws random numbers, and of one whose tensors are inspected."""
+_MIXED: Final = "got mixed torch.Tensor and DTensor"
+"""Torch's words for a call with plain tensors of a module whose weights are divided."""
 
 
 class _Where(Enum):
@@ -202,8 +205,22 @@ class _DispatchedCall(ModuleCall):
                 return original(*args, **kwargs)
             return self._random.run(self._name, self._closed, original, args, kwargs)
         except Exception as error:
-            _explain(error, self._name)
+            self._explain(error)
             raise
+
+    def _explain(self, error: Exception) -> None:
+        """Add the module to the notes of an error, or raise a clearer one."""
+        add_error_context(error, module=f"`{self._name}`")
+        is_vmap_error = any(text in str(error) for text in _IN_VMAP)
+        if is_vmap_error and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise vmap_error(self._name) from error
+        if _MIXED in str(error) and any(map(is_dtensor, self._module.parameters(recurse=False))):
+            raise UsageError(
+                f"`{self._name}` was called while this rank had a part of its weights only: sharded data parallelism"
+                " gathers them when the model is called",
+                hint="call the wrapped model, and let an argument of its forward say what to run"
+                " (`return self.decode(z)`)",
+            ) from error
 
 
 def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
@@ -239,14 +256,6 @@ def run_together(
             if call.stream is not None:
                 stage.random.skip(call.stream)
     return result
-
-
-def _explain(error: Exception, name: str) -> None:
-    """Add the module to the notes of an error, or raise a clearer one."""
-    add_error_context(error, module=f"`{name}`")
-    is_vmap_error = any(text in str(error) for text in _IN_VMAP)
-    if is_vmap_error and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise vmap_error(name) from error
 
 
 def vmap_error(name: str) -> UsageError:

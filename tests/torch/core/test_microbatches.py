@@ -89,11 +89,12 @@ def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
     ("value", "options", "message"),
     [
         (torch.zeros(5), {}, r"batch size 5 \(argument `x`, axis 0\) is not divisible by 2 microbatches"),
+        ([torch.zeros(4), torch.zeros(3)], {}, r"batch size 3 \(argument `x\[1\]`, axis 0\)(.|\n)*`smp_slice\("),
         (torch.zeros(4), {"input_split_axes": {"x": 1}}, r"`x` has shape \(4,\) and no axis 1 to split"),
         (torch.zeros(2, 4), {"input_split_axes": {"x": -3}}, r"shape \(2, 4\) and no axis -3 to split"),
         (DataLoader([1]), {}, "`x` of `plain` is a DataLoader"),  # type: ignore[arg-type]
     ],
-    ids=["indivisible", "axis", "negative axis", "loader"],
+    ids=["indivisible", "samples", "axis", "negative axis", "loader"],
 )
 def test_what_cannot_be_cut_is_named(value: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

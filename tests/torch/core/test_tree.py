@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -110,3 +110,11 @@ def test_a_set_of_tensors_has_no_order_that_ranks_could_share() -> None:
         describe({torch.ones(1), torch.ones(2)}, [], lambda tensor: tensor)
     assert describe({torch.ones(1)}, [], lambda tensor: tensor)
     assert describe({1, 2}, [], lambda tensor: tensor) == {1, 2}
+
+
+def test_a_named_tuple_whose_class_a_function_makes_is_pickled() -> None:
+    # As the VGG of torch's example fast_neural_style returns it: over a pipeline the step ended in a PicklingError.
+    kind: Any = namedtuple("Features", ["low", "high"])  # type: ignore[name-match]  # noqa: PYI024  as there
+    made = kind(1, [2])
+    again = pickle.loads(pickled([made]))[0]
+    assert (again, again.low, again.high, type(again).__name__) == (made, 1, [2], "Features")
