@@ -1,4 +1,4 @@
-"""Options that several commands share, each with one meaning: of a job file, of a back end, numbers, lengths of time.
+"""Options that several commands share, each with one meaning: job files, back ends, images, numbers, lengths of time.
 
 `refuse` is for those that a command cannot use as it is called.
 
@@ -149,7 +149,29 @@ def backend_options(function: _Function) -> _Function:
     return command  # type: ignore[return-value]
 
 
+# ---- files and images ------------------------------------------------------------------------------------------------
+
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
+_FOLDER: Final = click.Path(path_type=Path, file_okay=False)
+_BASE: Final = "python:3.12-slim-bookworm"
+"""`smpkit_estimator.image.DEFAULT_BASE_IMAGE`, which `--help` must not import."""
+
+
+def recipe_options(function: _Function) -> _Function:
+    """Give a command the options that say what an image is made of: the fields of `smpkit_estimator.image.Recipe`."""
+    network = "Docker's network for the build, such as `host`."
+    options = (
+        click.option("--base-image", default=_BASE, show_default=True, help="Any image with apt or dnf."),
+        click.option("--torch", default="torch>=2.11", show_default=True, help="What pip is asked to install."),
+        click.option("--wheels", type=_FOLDER, help="A folder of wheels that are preferred over the index."),
+        click.option(
+            "--ca", "authority", type=FILE, help="Certificates (PEM) that the build must trust, behind a proxy."
+        ),
+        click.option("--build-network", "network", metavar="NETWORK", help=network),
+    )
+    for option in reversed(options):  # the first one stands first in the help
+        function = option(function)
+    return function
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import click
 
-from smpkit.cli.image import recipe_options
-from smpkit.cli.options import job_arguments, numbers, refuse
+from smpkit.cli.options import job_arguments, numbers, recipe_options, refuse
 
 _FOR_DOCKER: Final = ("hosts", "interrupt_after", "gpus", "base_image", "torch", "wheels", "authority", "network")
 
