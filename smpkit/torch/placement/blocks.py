@@ -14,18 +14,7 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
     The outermost are taken, without those that share a parameter with the rest of the model.
     """
-    blocks: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        children = [child for child in module.children() if next(child.parameters(), None) is not None]
-        most = max(Counter(type(child) for child in children).values(), default=0)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and most > 1:
-            blocks.extend(called for child in children for called in _called(child))
-            return
-        for child in children:
-            visit(child)
-
-    visit(root)
+    blocks = list(_outermost(root))
     # A parameter that two blocks share, or a block and the rest of the model, cannot be gathered with one of them.
     num_blocks = Counter(id(parameter) for block in blocks for parameter in block.parameters())
     num_uses = _uses_of_parameters(root)
@@ -34,6 +23,14 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
         for block in blocks
         if all(num_blocks[key] == 1 and num_uses[key] == count for key, count in _uses_of_parameters(block).items())
     ]
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    most = max(Counter(type(child) for child in children).values(), default=0)
+    repeats = isinstance(module, nn.ModuleList | nn.Sequential) and most > 1
+    for child in children:
+        yield from _called(child) if repeats else _outermost(child)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
