@@ -294,11 +294,9 @@ class _Walk:
 
 def pack(sources: Sources, target: BinaryIO | None = None) -> Packed:
     """Write the compressed archive (`.tar.gz`) to `target`; without one only read everything, and return the same."""
-    stream = _Stream(target)
-    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+    with _Stream(target) as stream, tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for entry in sources.entries:
             _add(tar, entry)
-    stream.finish()
     return Packed(sources, stream.digest.hexdigest(), stream.num_bytes)
 
 
@@ -329,6 +327,7 @@ class _Stream(io.RawIOBase):
             self._file.write(data)
         return len(data)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            self._file.close()  # also of an archive that is given up: the collector would write into a closed target
+        super().close()
