@@ -45,7 +45,4 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 def _uses_of_parameters(root: nn.Module) -> Counter[int]:
     """Return how many modules have each parameter (by its id) for their own."""
-    uses: Counter[int] = Counter()
-    for module in root.modules():
-        uses.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
-    return uses
+    return Counter(id(each) for module in root.modules() for each in module._parameters.values() if each is not None)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts
-from smpkit.plan.mesh import CommGroup
 from smpkit.plan.partition.assignment import PER_MICROBATCH, UnitCost
 from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
@@ -79,7 +78,7 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
         rows=(tensor.shape[0] if tensor.dim() else 1) if isinstance(tensor, nn.Parameter) else 0,
         pieces=_pieces(tensor, shard),
         rows_divided=shard is not None and shard.dim == 0,
-        over_replicas=shard is not None and shard.group is CommGroup.RDP_GROUP,
+        over_replicas=shard is not None and shard.sees_scaled_batch,
     )
 
 

@@ -70,8 +70,6 @@ def measure_units(
         except Exception as error:  # user code on tensors without data may fail in any way
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
             (untraced or _warn)(reason)
-        finally:
-            mode.forget()
     in_order = [*measured, *(name for name in costs if name not in measured)]
     every = [measured.get(name, costs[name]) for name in in_order]
     if any(cost.flops for cost in every):
@@ -148,6 +146,7 @@ class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self) -> Iterator[None]:
         root = self._saved.root
         with contextlib.ExitStack() as stack:
+            stack.callback(self._saved.forget)
             stack.enter_context(root.register_forward_pre_hook(self._begin_model))
             for name in self._unmeasured:  # a scripted module takes no hooks
                 module = root.get_submodule(name)
@@ -155,7 +154,11 @@ class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(end))
             stack.enter_context(root.register_forward_hook(self._end_model))
-            for context in (_without_torchs_log(), self, self._counter, self._kernels.installed()):
+            # torch logs a traceback for an operation whose shapes depend on data: `measure_units` warns once.
+            log = logging.getLogger(fake_tensor.__name__)
+            stack.callback(setattr, log, "disabled", log.disabled)
+            log.disabled = True
+            for context in (self, self._counter, self._kernels.installed()):
                 stack.enter_context(context)
             # Every checkpointed call asks the offload engine for the context of a trial.
             stack.callback(install, install(_CostOffloader(self._checkpointed)))
@@ -170,9 +173,6 @@ class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 activation_bytes = known.activation_bytes + call.boundary_bytes
                 self._measured[call.unit] = _with_checkpointed(known, [call], activation_bytes=activation_bytes)
         return self._measured
-
-    def forget(self) -> None:
-        self._saved.forget()
 
     def _begin_model(self, _: nn.Module, __: Any) -> None:
         self._ended, self._counted = None, self._totals()
@@ -289,17 +289,6 @@ def _flops_of_groups(rows: Sequence[int], weights: Sequence[int], *_: Any, **__:
     return 2 * rows[-2] * rows[-1] * weights[-1]
 
 
-@contextlib.contextmanager
-def _without_torchs_log() -> Iterator[None]:
-    """Hide the traceback that torch logs for an operation whose shapes depend on data: `measure_units` warns once."""
-    log = logging.getLogger(fake_tensor.__name__)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 def _with_checkpointed(cost: UnitCost, calls: Sequence[_CheckpointedCall], **changes: Any) -> UnitCost:
     return replace(
         cost,
@@ -315,15 +304,6 @@ def _bytes_of(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
-_MakeAnother = Callable[[], torch.Tensor]
-"""Makes a tensor like one that was saved: autograd's graph has it in place of that one."""
-
-
-def _maker_of_another(tensor: torch.Tensor) -> _MakeAnother:
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    return functools.partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=tensor.device)
-
-
 class _SavedBytes:
     """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
 
@@ -335,15 +315,16 @@ class _SavedBytes:
         self._modes: set[int] = set()
         self._since_unit: set[int] = set()
 
-    def pack(self, tensor: torch.Tensor) -> _MakeAnother:
-        """Count a tensor that autograd saves; return what it has to keep of it."""
+    def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Count a tensor that autograd saves; return what makes one like it, which the graph keeps in its place."""
         self._see_parameters_of_mode(tensor)
         if storage_of(tensor) not in self._seen:
             self._seen[storage_of(tensor)] = tensor
             self._since_unit.add(storage_of(tensor))
             self.total += tensor.untyped_storage().nbytes()
         self._live.note_saved()
-        return _maker_of_another(tensor)
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return functools.partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=tensor.device)
 
     def begin_unit(self) -> None:
         """Begin a unit: what was saved since the one before is not its own."""

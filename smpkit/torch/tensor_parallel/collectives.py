@@ -150,14 +150,9 @@ def _dry_run_result(x: torch.Tensor, kind: str, dims: tuple[int, ...]) -> torch.
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def _function_of_dist(name: str, before: str) -> Callable[..., Any]:
-    """Return a collective by its name in torch 2.13, which deprecates the older name."""
-    return cast("Callable[..., Any]", getattr(dist, name if hasattr(dist, name) else before))
-
-
-_reduce_scatter_single: Final = _function_of_dist("reduce_scatter_single", "reduce_scatter_tensor")
-
-_all_gather_single: Final = _function_of_dist("all_gather_single", "all_gather_into_tensor")
+# The names of torch 2.13, which deprecates the older ones.
+_reduce_scatter_single: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def start_all_gather(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:

@@ -346,8 +346,7 @@ def _arguments_of_layer(config: Any, layer_idx: int | None = None) -> CallArgume
 
 
 def _arguments_of_call(*args: Any, **kwargs: Any) -> CallArguments:
-    forward = inspect.signature(_block_class().forward)  # its order differs from release to release
-    call = forward.bind(None, *args, **kwargs).arguments
+    call = _signature_of_block().bind(None, *args, **kwargs).arguments
     others = {**call.pop("kwargs", {}), **call}
     hidden, mask = others.pop("hidden_states"), others.pop("attention_mask", None)
     if others.pop("past_key_values", None) is not None:
@@ -360,12 +359,12 @@ def _arguments_of_call(*args: Any, **kwargs: Any) -> CallArguments:
 
 def _result_of_block(result: tuple[torch.Tensor, ...]) -> Any:
     """Return hidden states, or in releases whose blocks return more the tuple that begins with them."""
-    returned = inspect.signature(_block_class().forward).return_annotation
-    return result[0] if returned is torch.Tensor else (result[0],)
+    return result[0] if _signature_of_block().return_annotation is torch.Tensor else (result[0],)
 
 
-def _block_class() -> Any:
-    return importlib.import_module(_MODULE).GPT2Block
+def _signature_of_block() -> inspect.Signature:
+    """Return the signature of a block's forward: arguments and result differ from release to release."""
+    return inspect.signature(importlib.import_module(_MODULE).GPT2Block.forward)
 
 
 def _arguments_of_block(block: Any) -> CallArguments:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -196,10 +197,7 @@ def config_of(owner: type, arguments: Mapping[str, Any], options: Mapping[str, A
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def _gelu_by_tanh(x: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
+_gelu_by_tanh: Final = functools.partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "gelu": functional.gelu,
     "gelu_new": _gelu_by_tanh,
