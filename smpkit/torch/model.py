@@ -30,7 +30,7 @@ from smpkit.torch.core.arguments import check_callable
 from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
 from smpkit.torch.core.module_call import expose_original_forwards
 from smpkit.torch.core.runtime import ModuleManager, WrappedOptimizer, state
-from smpkit.torch.core.step_participants import StepEngine, StepParticipant, StepParticipants
+from smpkit.torch.core.step_participants import StepParticipant, StepParticipants
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
 from smpkit.torch.memory.automatic import AutomaticActivations
 from smpkit.torch.model_checks import (
@@ -187,7 +187,7 @@ class DistributedModel(ModelParts):
 
         alias_module(module)
         watch_users_model(module)
-        self.engine: StepEngine = self.pipeline or OneStage(self.module, self.participants)
+        self.engine: Pipeline | OneStage = self.pipeline or OneStage(self.module, self.participants)
         state.model = self
         _adapt_torch(module, accumulates=backward_passes_per_step > 1)
         if state.tp_size > 1 or replaces:
@@ -279,9 +279,10 @@ class DistributedModel(ModelParts):
         self._count_pass()
         if self.pipeline is None and state.tp_size == 1:
             return args, kwargs  # no other rank takes part in this rank's step
-        if self.pipeline is not None and self.training and torch.is_grad_enabled():
-            refuse_gradients_beyond_step(name, (args, kwargs))
-        args, kwargs = self.engine.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
+        if self.pipeline is not None:
+            if self.training and torch.is_grad_enabled():
+                refuse_gradients_beyond_step(name, (args, kwargs))
+            args, kwargs = self.pipeline.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
         # After that, because only what the first ranks of pipelines pass counts: others may pass dummies.
         self._call_check.check(f"the step `{name}`", self._mode_text, (args, kwargs))
         return args, kwargs

@@ -12,7 +12,7 @@ from smpkit.errors import UsageError
 from smpkit.observe.values import LOSS
 from smpkit.torch.core.microbatches import MicrobatchCall, Splitter, StepProgress
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.step_participants import StepEngine, StepParticipants
+from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tensor_spec import tensors_in
 from smpkit.torch.core.tree import children, rebuild
 from smpkit.torch.pipeline.one_stage import OneStage
@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Tensors: TypeAlias = tuple[torch.Tensor, ...]
 _NOBODY: Final = StepParticipants()
-_WITHOUT_MODEL: Final[tuple[StepEngine, StepParticipants]] = OneStage(None, _NOBODY), _NOBODY
+_WITHOUT_MODEL: Final = OneStage(None, _NOBODY), _NOBODY
 
 
 class StepFunction(Generic[_P, _R]):

@@ -18,7 +18,7 @@ from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch
 from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
-from smpkit.torch.core.step_participants import StepEngine, StepParticipants
+from smpkit.torch.core.step_participants import StepParticipants
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class WrappedModel(Protocol):
     training: bool
     partitioned: bool
     is_prepared: bool
-    engine: StepEngine
+    engine: Any
     participants: StepParticipants
     placement: Any
     pipeline: Any

@@ -1,4 +1,4 @@
-"""The parts of a model that take part in its steps, the engine that runs a step's microbatches, and their one order.
+"""The parts of a model that take part in its steps, and their one order around the engine (`Pipeline` or `OneStage`).
 
 ::
 
@@ -12,12 +12,9 @@ step has the phases with `outside_step` in their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
-import torch
-
-from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
+from smpkit.torch.core.microbatches import StepProgress
 
 
 class StepParticipant:
@@ -80,34 +77,3 @@ class StepParticipants:
     def _methods(self, phase: str) -> tuple[Callable[..., None], ...]:
         unused = getattr(StepParticipant, phase)
         return tuple(getattr(part, phase) for part in self._parts if getattr(type(part), phase) is not unused)
-
-
-class StepEngine(Protocol):
-    """Runs the microbatches of steps: `Pipeline` over several ranks, `OneStage` on one."""
-
-    @property
-    def random(self) -> Any:
-        """The `RandomStreams` of the model, from the first step on; else None."""
-
-    def broadcast_inputs(self, call: str, arguments: Any) -> Any:
-        """Return the arguments of a step as all ranks that run it must have them."""
-
-    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> Any:
-        """Prepare the model, at its first step; return the `Placement` of its parameters where that has changed."""
-
-    def run(
-        self,
-        function: Hashable,
-        body: Callable[[MicrobatchCall], Any],
-        calls: Sequence[MicrobatchCall],
-        step: StepProgress,
-    ) -> list[Any]:
-        """Run `body` and its backward for each microbatch; return the outputs."""
-
-    def backward(
-        self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
-    ) -> None:
-        """Run, or schedule, a backward of the current microbatch."""
-
-    def abandon(self, error: BaseException) -> None:
-        """Forget a step that an exception ended."""

@@ -42,10 +42,6 @@ class OneStage:
         if root is not None:
             self._refuse_backward_on_tensors(root)
 
-    def broadcast_inputs(self, call: str, arguments: Any) -> Any:  # noqa: ARG002 - those of a pipeline
-        """Return the arguments as they are: no other rank runs this step."""
-        return arguments
-
     def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> None:  # noqa: ARG002 - those of a pipeline
         """Give modules the random streams that they have over a pipeline."""
         # torch.compile of the whole model traces through the calls of its modules, which must stay plain then.

@@ -120,16 +120,13 @@ def refuse_one_queue(device: torch.device, environ: Mapping[str, str] = os.envir
     A message of a pipeline waits on its GPU for another rank; what would wait behind it may be what that rank needs.
     """
     order, connections = environ.get(_LAUNCH_ORDER, "0"), environ.get(_CONNECTIONS, "32")
-    for name, value, is_refused in (
-        (_LAUNCH_ORDER, order, order != "0"),
-        (_CONNECTIONS, connections, connections == "1"),
-    ):
-        if uses_nccl(device) and is_refused:
-            raise UsageError(
-                f"{name} is {value!r}: what a GPU does would wait for messages of the pipeline that other ranks have"
-                " not received yet, and ranks could wait for each other for ever",
-                hint=f"unset {name}",
-            )
+    refused = _LAUNCH_ORDER if order != "0" else _CONNECTIONS if connections == "1" else None
+    if refused is not None and uses_nccl(device):
+        raise UsageError(
+            f"{refused} is {environ[refused]!r}: what a GPU does would wait for messages of the pipeline that other"
+            " ranks have not received yet, and ranks could wait for each other for ever",
+            hint=f"unset {refused}",
+        )
 
 
 def prepare(backend: str, launcher: str) -> None:
