@@ -128,7 +128,8 @@ def test_what_a_policy_offloads_is_as_what_it_saves_and_runs_as_often(
         assert num_alive == 2  # of 12: those of the last layer, which backward needs first
         assert found.runs[PRODUCT] == 3 * 2 * LAYERS  # once in forward, twice in backward: for weights and for inputs
     assert report.bytes_out > 2 * 2 * LAYERS * BYTES
-    assert report.bytes_back > 0
+    if link is None:  # over a link, backward may come before anything has left
+        assert report.bytes_back > 0
 
 
 def products(wanted: CheckpointPolicy) -> int:
