@@ -448,7 +448,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {id(parameter): index for index, parameter in enumerate(self._model_parameters())}
 
     def _param_index_to_param_local(self) -> dict[int, torch.Tensor]:
-        owned = {} if state.model is None else {id(each) for each in state.model.local_parameters()}
+        owned = set() if state.model is None else {id(each) for _, each in state.model.local_named_parameters()}
         return {index: each for index, each in enumerate(self._model_parameters()) if id(each) in owned}
 
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -440,5 +440,8 @@ def test_this_ranks_parameters_before_they_are_known_come_with_a_warning() -> No
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        other = nn.Linear(1, 1)
+        other(torch.ones(1)).sum().backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # which looks whether these are parameters of the model
         run.step(mse_step)(model, *batch(0))
         assert 0 < len(list(model.local_parameters())) < len(before)

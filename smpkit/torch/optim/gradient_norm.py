@@ -96,7 +96,7 @@ def end_accumulation() -> None:
 
 def end_accumulation_before(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Do so before an update of the model by an optimizer that is not wrapped."""
-    own = set() if state.model is None else set(map(id, state.model.local_parameters()))
+    own = set(map(id, _parameters_here()))
     if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
         end_accumulation()
 
@@ -279,7 +279,7 @@ def _clip_grads_with_norm(
             "torch's clip_grad_norm_ was given master weights, which have no gradients before the optimizer's step",
             hint="give it model.parameters(), or call smp.clip_grad_norm_, which takes both",
         )
-    own = set() if state.model is None else set(map(id, state.model.local_parameters()))
+    own = set(map(id, _parameters_here()))
     if any(id(each) in own for each in known):
         clip_to_norm((gradient for _, gradient in gradients_of(known)), max_norm, total_norm)
     else:
@@ -300,8 +300,13 @@ def _group_gradients(original: Callable[..., Any], lists: list[list[torch.Tensor
 
 def _parameters_by_gradient() -> dict[int, torch.Tensor]:
     """Return this rank's parameters of the model by the ids of their gradients."""
-    parameters = () if state.model is None else state.model.local_parameters()
-    return {id(each.grad): each for each in parameters if each.grad is not None}
+    return {id(each.grad): each for each in _parameters_here() if each.grad is not None}
+
+
+def _parameters_here() -> list[torch.Tensor]:
+    """Return the parameters of the model that this rank holds."""
+    # Not `local_parameters()`, which warns the script before a pipeline's first step.
+    return [] if state.model is None else [parameter for _, parameter in state.model.local_named_parameters()]
 
 
 class GradientHolder(Protocol):
