@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 from smpkit.errors import ConfigError, UsageError
 
-if TYPE_CHECKING:  # its import takes 0.2 s, which who reads a run's events need not wait
+if TYPE_CHECKING:  # importing it takes 0.2 s, which readers of events do not need
     from smpkit.config.modelparallel import ModelParallelConfig
 
 _ALIASES: Final = {"cluster": "DPT", "spread": "TPD"}
