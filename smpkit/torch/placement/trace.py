@@ -3,45 +3,39 @@
 ::
 
     run_fake ──► TrialStep ──► forward of each unit ──► FlopCounterMode, FusedKernels   operations
-    (fake model)                                   ──► _SavedBytes                      what autograd keeps for backward
-                                                   ──► _CheckpointedCall                what is recomputed there instead
+    (trial_step.py)                                 ──► _SavedBytes    what autograd keeps for backward
+                                                    ──► _LiveBytes     what its operators hold at a time
 
-Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine:
-on a laptop, which has none, and in the job, whose step works on GPUs. A step that reads values cannot run so; then the
-model is partitioned by the sizes of its parameters, in the order of definition.
+What runs counts for the unit whose forward runs, and between units (`F.relu`) for the one before: it runs where its
+input is. A step that reads values cannot run so; then the model is partitioned by the sizes of its parameters, in the
+order of definition.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import operator
-import random
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.units import UnitTree
-from smpkit.torch.core import devices
 from smpkit.torch.core.offloader import Offloader, install
-from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import map_tensors, storage_of, tensors_in
-from smpkit.torch.placement.delayed import is_delayed
+from smpkit.torch.core.tensor_spec import storage_of, tensors_in
 from smpkit.torch.placement.fused_kernels import FusedKernels
 
 _log = logging.getLogger("smpkit")
@@ -66,7 +60,7 @@ def measure_units(
         try:
             with mode.watch():
                 body()
-            measured = mode.costs()
+            measured = {name: replace(costs[name], **dict[str, Any](cost)) for name, cost in mode.measured.items()}
         except Exception as error:  # user code on tensors without data may fail in any way
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
             (untraced or _warn)(reason)
@@ -89,71 +83,43 @@ def _warn(reason: str) -> None:
 # --- what a unit costs ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Running:
-    """A unit whose forward runs."""
-
-    part: _Part
-    totals: Mapping[str, int]
-    """Of all that ran before it, by field of a `UnitCost`."""
-    num_checkpointed: int
-    """How many checkpointed calls have ended before it."""
-    inputs: Mapping[int, torch.Tensor]
-    """Those that need gradients, by storage."""
-
-
-@dataclass(frozen=True)
-class _CheckpointedCall:
-    """The costs of one call whose activations are recomputed in backward."""
-
-    unit: str | None
-    """The first unit that ran inside; None if the call was inside of one unit itself."""
-    boundary_bytes: int
-    """The inputs that it keeps, as far as nothing before it keeps them."""
-    recomputed_bytes: int
-    """The most that is alive at a time of what its operators make again in backward, where it ends with the last tensor
-    that is saved. A call inside another one counts as if it were not checkpointed."""
-    flops: int
-    spared_bytes: int
-    """What its operations save for a backward that never needs it, each storage once."""
-
-
 class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures while a model runs what each of its units computes, makes and keeps for backward."""
 
-    def __init__(self, root: nn.Module, costs: Mapping[str, UnitCost]) -> None:
+    def __init__(self, root: nn.Module, units: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._unmeasured = costs
-        self._measured: dict[str, UnitCost] = {}
+        self._root, self._units = root, units
+        self.measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Of the units that ran, in that order: what they cost, by field of a `UnitCost`."""
         self._begun: list[str] = []
         """Units whose forwards have begun, in that order."""
-        self._running: dict[str, _Running] = {}
-        self._ended: str | None = None
-        """The unit whose forward ended last in this call of the model."""
-        self._counted: Mapping[str, int] = {}
-        """All that had run, by field of a `UnitCost`, when that unit ended, or the model's own forward began."""
+        self._running: dict[str, tuple[_Part, Mapping[int, torch.Tensor]]] = {}
+        """Units whose forwards run, with their differentiable inputs by storage."""
+        self._is_in_model = False
+        self._latest: str | None = None
+        """The unit that counts what runs now; None before the first in this call of the model, and after the call."""
+        self._counted: Counter[str] = Counter()
+        """All that had run when it was counted last, by field of a `UnitCost`."""
         self._counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _flops_of_groups})
         self._kernels = FusedKernels()
-        self._counts = {"operations": 0, "moved_bytes": 0, "postponed_bytes": 0, "weight_products": 0}
+        self._counts: Counter[str] = Counter()
         """Of all operators, by field of a `UnitCost`."""
         self._live = _LiveBytes()
         self._saved = _SavedBytes(root, self._live)
-        self._calls: list[_CheckpointedCall] = []
         self._innermost_saved = self._saved
         """Of the innermost open checkpointed call, while there is one."""
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        root = self._saved.root
         with contextlib.ExitStack() as stack:
-            stack.callback(self._saved.forget)
-            stack.enter_context(root.register_forward_pre_hook(self._begin_model))
-            for name in self._unmeasured:  # a scripted module takes no hooks
-                module = root.get_submodule(name)
+            stack.callback(self._saved.seen.clear)
+            stack.enter_context(self._root.register_forward_pre_hook(self._begin_model))
+            for name in self._units:  # a scripted module takes no hooks
+                module = self._root.get_submodule(name)
                 begin, end = functools.partial(self._begin_unit, name), functools.partial(self._end_unit, name)
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(end))
-            stack.enter_context(root.register_forward_hook(self._end_model))
+            stack.enter_context(self._root.register_forward_hook(self._end_model))
             # torch logs a traceback for an operation whose shapes depend on data: `measure_units` warns once.
             log = logging.getLogger(fake_tensor.__name__)
             stack.callback(setattr, log, "disabled", log.disabled)
@@ -165,62 +131,48 @@ class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(saved_tensors_hooks(self._saved.pack, operator.call))
             yield
 
-    def costs(self) -> dict[str, UnitCost]:
-        """Return the costs of the units that ran, in that order."""
-        for call in self._calls:
-            if call.unit is not None:  # it spans units: its inputs are kept on the rank of the first one
-                known = self._measured[call.unit]
-                activation_bytes = known.activation_bytes + call.boundary_bytes
-                self._measured[call.unit] = _with_checkpointed(known, [call], activation_bytes=activation_bytes)
-        return self._measured
-
     def _begin_model(self, _: nn.Module, __: Any) -> None:
-        self._ended, self._counted = None, self._totals()
+        self._is_in_model, self._latest, self._counted = True, None, self._totals()
 
     def _end_model(self, _: nn.Module, __: Any, ___: Any) -> None:
-        self._count_between()
-        self._ended, self._counted = None, {}  # the script's own loss, which `smpkit plan` does not see, is no unit's
+        self._count()
+        self._is_in_model, self._latest = False, None  # the script's own loss, which `smpkit plan` does not see
 
-    def _count_between(self) -> None:
-        """Count what ran since a unit ended, such as `F.relu`, for that unit: it runs where its input is."""
-        if self._ended is not None:
-            self._measured[self._ended] = self._with_cost_since(self._measured[self._ended], self._counted)
-            self._saved.begin_unit()
-
-    def _with_cost_since(self, known: UnitCost, before: Mapping[str, int]) -> UnitCost:
-        return replace(
-            known, **{key: getattr(known, key) + total - before[key] for key, total in self._totals().items()}
-        )
+    def _count(self) -> None:
+        """Count what ran since the last call of this for the latest unit."""
+        totals = self._totals()
+        if self._latest is not None:
+            self.measured[self._latest].update(totals)
+            self.measured[self._latest].subtract(self._counted)
+            self._counted = totals
 
     def _begin_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        before: Mapping[str, int] = self._totals()
-        if not self._running and self._counted:
-            self._count_between()
-            before = before if self._ended is not None else self._counted  # what comes before all units is the first's
+        self._count()
+        if self._latest is not None:
+            self._saved.begin_unit()
+        elif not self._is_in_model:  # else what comes before all units is the first's
+            self._counted = self._totals()
+        self._latest = name
         self._begun.append(name)
         tensors = tensors_in((args, kwargs)) if torch.is_grad_enabled() else []
         trained = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
-        inputs = {storage_of(tensor): tensor for tensor in trained}
-        self._running[name] = _Running(self._live.begin(), before, len(self._calls), inputs)
+        self._running[name] = self._live.begin(), {storage_of(tensor): tensor for tensor in trained}
 
     def _end_unit(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        run = self._running.pop(name)
-        self._live.end(run.part)
-        inside = [call for call in self._calls[run.num_checkpointed :] if call.unit is None]
-        known = self._with_cost_since(self._measured.get(name, self._unmeasured[name]), run.totals)
-        most = max(known.working_bytes, run.part.needed)
-        unsaved = known.unsaved_input_bytes + self._saved.end_unit(run.inputs)
-        self._measured[name] = _with_checkpointed(
-            known, inside, output_bytes=_bytes_of(output), working_bytes=most, unsaved_input_bytes=unsaved
-        )
-        if not self._running and self._counted:
-            self._ended, self._counted = name, self._totals()
+        self._count()
+        part, inputs = self._running.pop(name)
+        self._live.end(part)
+        cost = self.measured[name]
+        cost["output_bytes"] = _bytes_of(output)
+        cost["working_bytes"] = max(cost["working_bytes"], part.needed)
+        cost["unsaved_input_bytes"] += self._saved.end_unit(inputs)
+        self._latest = next(reversed(self._running), name if self._is_in_model else None)
 
     def _flops(self) -> int:
         return self._counter.get_total_flops() + self._kernels.flops
 
-    def _totals(self) -> dict[str, int]:
-        return {"flops": self._flops(), "activation_bytes": self._saved.total, **self._counts}
+    def _totals(self) -> Counter[str]:
+        return self._counts + Counter(flops=self._flops(), activation_bytes=self._saved.total)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = _run(func, args, kwargs or {})
@@ -238,26 +190,32 @@ class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def _checkpointed(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Record one checkpointed call, which runs in this block as if it were not checkpointed."""
-        saved_before, flops_before = self._saved.total, self._flops()
-        num_units_before, is_inside_unit = len(self._begun), bool(self._running)
+        """Run a checkpointed call in this block as if it were not checkpointed; count what its backward recomputes."""
+        saved_before, flops_before, num_begun = self._saved.total, self._flops(), len(self._begun)
         part, outside = self._live.begin(), self._innermost_saved
         with torch.no_grad():
             for tensor in inputs:
                 outside.pack(tensor.detach())
-        boundary = self._saved.total - saved_before
-        if not is_inside_unit:  # the rank of the first unit inside keeps it: see `costs`
+        boundary = self._saved.total - saved_before  # the inputs that it keeps, as far as nothing before it keeps them
+        if not self._running:
             self._saved.total -= boundary
-        self._innermost_saved = spared = _SavedBytes(self._saved.root, self._live)
+        self._innermost_saved = spared = _SavedBytes(self._root, self._live)
         with saved_tensors_hooks(spared.pack, operator.call):
             yield
         self._innermost_saved = outside
         self._live.end(part)
-        unit = None if is_inside_unit else next(iter(self._begun[num_units_before:]), None)
-        if unit is None and not is_inside_unit:
+        spared.seen.clear()
+        # If units run inside, the call is the first one's, whose rank begins it.
+        unit = next(iter([*reversed(self._running), *self._begun[num_begun:]]), None)
+        if not self._running and unit is None:
             self._saved.total += boundary
-        self._calls.append(_CheckpointedCall(unit, boundary, part.needed, self._flops() - flops_before, spared.total))
-        spared.forget()
+        if unit is not None:
+            cost = self.measured[unit]
+            cost["activation_bytes"] += 0 if self._running else boundary
+            cost["boundary_bytes"] += boundary
+            cost["recomputed_bytes"] = max(cost["recomputed_bytes"], part.needed)
+            cost["recomputed_flops"] += self._flops() - flops_before
+            cost["spared_bytes"] += spared.total
 
 
 class _CostOffloader(Offloader):
@@ -270,9 +228,9 @@ class _CostOffloader(Offloader):
         return self._context(inputs)
 
 
-_PRODUCTS_WITH_WEIGHTS: Final = (
-    *(torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution, torch.ops.aten._grouped_mm),
-)
+_PRODUCTS_WITH_WEIGHTS: Final = [
+    getattr(torch.ops.aten, name) for name in ("addmm", "mm", "convolution", "_grouped_mm")
+]
 """What linear layers, convolutions and experts become. Where a backward is split, as `split_backward` does it, their
 weights wait for the gradients of their outputs, which are as large; biases and norms have theirs in the first half."""
 
@@ -289,37 +247,30 @@ def _flops_of_groups(rows: Sequence[int], weights: Sequence[int], *_: Any, **__:
     return 2 * rows[-2] * rows[-1] * weights[-1]
 
 
-def _with_checkpointed(cost: UnitCost, calls: Sequence[_CheckpointedCall], **changes: Any) -> UnitCost:
-    return replace(
-        cost,
-        boundary_bytes=cost.boundary_bytes + sum(call.boundary_bytes for call in calls),
-        recomputed_bytes=max([cost.recomputed_bytes, *(call.recomputed_bytes for call in calls)]),
-        recomputed_flops=cost.recomputed_flops + sum(call.flops for call in calls),
-        spared_bytes=cost.spared_bytes + sum(call.spared_bytes for call in calls),
-        **changes,
-    )
-
-
 def _bytes_of(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 class _SavedBytes:
-    """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
+    """Counts what autograd keeps for backward, each storage once, parameters and their views not at all.
+
+    The graphs of a step, which its script may keep, hold this object through its hook: so it holds no model, no tensors
+    with a graph (Python's collector could not see that cycle), and no storages once `seen` is cleared.
+    """
 
     def __init__(self, root: nn.Module, live: _LiveBytes) -> None:
         self.total = 0
-        self._live, self.root = live, root
-        # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
-        self._seen: dict[int, torch.Tensor] = {storage_of(parameter): parameter for parameter in root.parameters()}
+        self.seen = {storage_of(parameter): parameter.untyped_storage() for parameter in root.parameters()}
+        """Alive until this is cleared, because the address of a freed one could become that of another."""
+        self._live, self._root = live, weakref.proxy(root)
         self._modes: set[int] = set()
         self._since_unit: set[int] = set()
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Count a tensor that autograd saves; return what makes one like it, which the graph keeps in its place."""
         self._see_parameters_of_mode(tensor)
-        if storage_of(tensor) not in self._seen:
-            self._seen[storage_of(tensor)] = tensor
+        if storage_of(tensor) not in self.seen:
+            self.seen[storage_of(tensor)] = tensor.untyped_storage()
             self._since_unit.add(storage_of(tensor))
             self.total += tensor.untyped_storage().nbytes()
         self._live.note_saved()
@@ -336,40 +287,29 @@ class _SavedBytes:
         self._since_unit.clear()
         return sum(tensor.untyped_storage().nbytes() for tensor in unsaved)
 
-    def forget(self) -> None:
-        """Drop all tensors.
-
-        Their autograd graphs hold this object through its hook, a cycle that Python's collector cannot see: the model,
-        and the threads that end with it, would never be freed.
-        """
-        self._seen.clear()
-        self.root = nn.Module()
-
     def _see_parameters_of_mode(self, tensor: torch.Tensor) -> None:
         """Count as seen the fake parameters of a tensor's mode: operations save these, not the parameters."""
-        mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-        if mode is None or id(mode) in self._modes:
+        if not isinstance(tensor, FakeTensor) or id(tensor.fake_mode) in self._modes:
             return
-        self._modes.add(id(mode))
-        for parameter in self.root.parameters():  # under `run_fake` these are fake already
-            fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
-            self._seen[storage_of(fake)] = fake
+        self._modes.add(id(tensor.fake_mode))
+        for parameter in self._root.parameters():  # under `run_fake` these are fake already
+            fake = parameter if isinstance(parameter, FakeTensor) else tensor.fake_mode.from_tensor(parameter)
+            self.seen[storage_of(fake)] = fake.untyped_storage()
 
 
+@dataclass(eq=False)
 class _Part:
-    """A part of the trace (a unit or a checkpointed call), and the bytes that its operators have made."""
+    """A part of the trace (a unit or a checkpointed call), and the bytes that its operators have made.
 
-    def __init__(self) -> None:
-        self.alive = self.needed = 0
-        """Those alive, and the most of these until the latest tensor was saved."""
-        self._most = 0
+    Args:
+        alive: those that are alive.
+        most: the most of these at a time.
+        needed: the most until the latest tensor was saved, where a recomputation in backward ends.
+    """
 
-    def add(self, num_bytes: int) -> None:
-        self.alive += num_bytes
-        self._most = max(self._most, self.alive)
-
-    def note_saved(self) -> None:
-        self.needed = self._most
+    alive: int = 0
+    most: int = 0
+    needed: int = 0
 
 
 class _LiveBytes:
@@ -393,11 +333,9 @@ class _LiveBytes:
 
     def note_saved(self) -> None:
         for part in self._open:
-            part.note_saved()
+            part.needed = part.most
 
     def add(self, output: Any, func: Any) -> None:
-        if not self._open:
-            return
         values = output if isinstance(output, tuple | list) else (output,)
         for value, declared in zip(values, func._schema.returns, strict=False):
             if isinstance(value, torch.Tensor) and declared.alias_info is None:
@@ -405,7 +343,7 @@ class _LiveBytes:
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes, parts = storage._cdata, storage.nbytes(), tuple(self._open)
-        if key in self._alive:
+        if key in self._alive or not parts:
             return
 
         def gone(_: object) -> None:
@@ -415,115 +353,5 @@ class _LiveBytes:
 
         self._alive[key] = weakref.ref(storage, gone)
         for part in parts:
-            part.add(num_bytes)
-
-
-# --- the step, without data and without a trace in the model ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrialStep:
-    """A step function and the arguments of one microbatch, to run once before training."""
-
-    body: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self) -> Any:
-        """Run forward only: `model.backward` does nothing meanwhile, and `smp.is_tracing()` is true.
-
-        With gradients, also where the first step of a job is one without: training keeps activations.
-        """
-        state.tracing = True
-        try:
-            with torch.enable_grad():
-                return self.body(*self.args, **self.kwargs)
-        finally:
-            state.tracing = False
-
-
-def run_fake(root: nn.Module, step: TrialStep) -> None:
-    """Run a step with fake arguments and a fake model, on the device of the arguments.
-
-    The step will run there, though the weights may still be elsewhere: each rank moves its own once it knows them.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_of_model = _fakes_on(mode, _device_of(step))
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return fake_of_model(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
-
-    args, kwargs = map_tensors(fake, (step.args, step.kwargs))
-    with restoring_model(root, fake_of_model), mode:
-        TrialStep(step.body, args, kwargs)()
-
-
-def _device_of(step: TrialStep) -> torch.device:
-    tensors = [tensor for tensor in tensors_in((step.args, step.kwargs)) if not isinstance(tensor, nn.Parameter)]
-    places = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type == "cpu")
-    return places[0] if places else devices.current_device()
-
-
-def _fakes_on(mode: FakeTensorMode, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes the fake of a model's parameter or buffer, on a device."""
-
-    @functools.cache  # a tensor with several names gets one fake
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        with mode, torch.no_grad():
-            if is_delayed(tensor):  # one element, expanded: results would get its strides of 0
-                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            else:
-                value = mode.from_tensor(tensor).detach().to(device)
-        if not isinstance(tensor, nn.Parameter):
-            return value
-        parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        for name, attribute in vars(tensor).items():
-            vars(parameter).setdefault(name, attribute)  # not those that a fake tensor has of its own
-        return parameter
-
-    return fake
-
-
-_MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
-
-
-@contextlib.contextmanager
-def restoring_model(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Restore the model and the random number generators after a trial of the step on this rank only.
-
-    Forward may change buffers (running statistics), set attributes (a mask kept for the next call), append to lists
-    and register hooks. If the generators were not restored, a step that draws random numbers would draw others here
-    than on the ranks that ran no trial, and could take another path.
-
-    Args:
-        stand_in: returns what is in the place of a parameter or buffer meanwhile.
-    """
-    saved = [(module, dict(vars(module)), _tensors_of(module)) for module in root.modules()]
-    containers = [
-        value for _, attributes, _ in saved for value in attributes.values() if type(value) in _MUTABLE_CONTAINERS
-    ]
-    contents = [copy.copy(container) for container in containers]
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        for _, _, tensors in saved:
-            for place, values in tensors:
-                place.update({name: None if tensor is None else stand_in(tensor) for name, tensor in values.items()})
-        with devices.fork_rng(devices.current_device()):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, attributes, tensors in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for place, values in tensors:
-                place.clear()
-                place.update(values)
-        for container, content in zip(containers, contents, strict=True):
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(content)
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the two dicts that hold a module's own parameters and buffers, and a copy of each."""
-    return [(place, dict(place)) for place in (module._parameters, module._buffers)]
+            part.alive += num_bytes
+            part.most = max(part.most, part.alive)
