@@ -60,12 +60,6 @@ def cross_entropy(
         return handle_torch_function(cross_entropy, (logits, labels), logits, labels, reduction=reduction, **options)
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"the reduction `{reduction}` is unknown", hint="use `mean`, `sum` or `none`")
-    if state.tp_size == 1:
-        _check_shapes(logits, labels, tuple(labels.shape))
-        losses = functional.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
-        return losses.view(labels.shape) if reduction == "none" else losses
     losses = _losses(logits, labels, ignore_index, num_classes)
     if reduction == "none":
         return losses
