@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import smpkit.torch as smp
@@ -142,6 +143,22 @@ def test_a_batch_trains_by_the_trainers_loss_divided_by_the_batches_of_its_updat
     loss = trainer.training_step(model, {"x": torch.ones(1, 1)})
     assert loss == 2
     assert weight.grad == 2
+
+
+@on_ranks(1)
+def test_trainer_says_which_weights_a_checkpoint_does_not_have(tmp_path: Path) -> None:
+    # A model resumed from the folder of another one, without its head say, trained on from random weights.
+    smp.init()
+    layers: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    layers[1].weight = layers[0].weight
+    trainer: Any = _Steps(layers)
+    trainer.model_wrapped, results = smp.DistributedModel(layers), list[Any]()
+    trainer._issue_warnings_after_load = results.append
+    save_file({"0.weight": torch.ones(2, 2), "head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    trainer._load_from_checkpoint(str(tmp_path))
+    [(missing, unexpected)] = results
+    assert (missing, unexpected) == (["2.weight", "2.bias"], ["head.weight"])
+    assert layers[1].weight.equal(torch.ones(2, 2))
 
 
 @on_ranks(1)

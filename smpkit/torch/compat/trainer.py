@@ -60,6 +60,7 @@ class SmpTrainer:
     create_optimizer: Any
     compute_loss: Any
     _prepare_inputs: Any
+    _issue_warnings_after_load: Any
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         if args is not None:
@@ -112,27 +113,29 @@ class SmpTrainer:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not load_weights(self.model_wrapped, Path(resume_from_checkpoint)):
+        if not self._load_weights(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         best = getattr(self, "state").best_model_checkpoint  # noqa: B009  the Trainer's own state, not ours
-        if not load_weights(self.model_wrapped, Path(best)):
+        if not self._load_weights(Path(best)):
             super()._load_best_model()  # type: ignore[misc]
 
-
-def load_weights(model: Any, folder: Path) -> bool:
-    """Load what `save_pretrained` left in a folder into a wrapped model, file by file; False if it left nothing."""
-    if not isinstance(model, DistributedModel):
-        return False
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    weights: dict[str, torch.Tensor] = {}
-    for file in files:
-        weights |= load_file(file) if file.suffix == ".safetensors" else read_file(file, "cpu")
-    if files:
-        # Tied weights are saved once and loaded wherever they are used, so names are missing by intention.
-        model.load_state_dict(weights, strict=False)
-    return bool(files)
+    def _load_weights(self, folder: Path) -> bool:
+        """Load what `save_pretrained` left in a folder into the wrapped model; False if it left nothing."""
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        if not files or not isinstance(self.model_wrapped, DistributedModel):
+            return False
+        weights: dict[str, torch.Tensor] = {}
+        for file in files:
+            weights |= load_file(file) if file.suffix == ".safetensors" else read_file(file, "cpu")
+        result = self.model_wrapped.load_state_dict(weights, strict=False)
+        # Tied weights are saved once, so what is missing under one name may have come under another.
+        missing, module = set(result.missing_keys), self.model_wrapped.module
+        loaded = {id(each) for name, each in module.named_parameters(remove_duplicate=False) if name not in missing}
+        result.missing_keys[:] = [name for name, each in module.named_parameters() if id(each) not in loaded]
+        self._issue_warnings_after_load(result)
+        return True
 
 
 # --- the world, as accelerate sees it ---------------------------------------------------------------------------------
