@@ -26,7 +26,6 @@ from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.state_dict import (
     join_state,
     shard_state,
-    shards_in,
     with_distributed_names,
     with_original_names,
 )
@@ -249,7 +248,7 @@ class ModelParts(nn.Module):
             values = {name: value for name, value in values.items() if name in wanted}
         # What is left are wholes, or this rank's own pieces: tensor parallelism takes its piece, then delayed
         # parameters get their memory, then sharded data parallelism takes its slice of tensors that must exist.
-        values = shard_state(values, shards_in(self.module))
+        values = shard_state(self.module, values)
         for name, parameter in self.module.named_parameters():
             if is_delayed(parameter) and name in values:
                 set_delayed_value(parameter, values[name])

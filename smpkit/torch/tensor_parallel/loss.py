@@ -96,19 +96,16 @@ def causal_loss(
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None) -> torch.Tensor:
     """Return the loss of each of this rank's samples, 0 where its label is ignored."""
-    has_own_samples = default_layout() is Layout.SHARD_BATCH
-    samples = (labels.shape[0] * (state.tp_size if has_own_samples else 1), *labels.shape[1:]) if labels.dim() else ()
+    num_batches = state.tp_size if default_layout() is Layout.SHARD_BATCH else 1
+    samples = (labels.shape[0] * num_batches, *labels.shape[1:]) if labels.dim() else ()
     _check_shapes(logits, labels, samples)
     # Logits are those of all samples of the group, labels those of this rank's samples.
     all_labels = gather_indices(labels, default_layout())
     own_labels = _own_labels(all_labels.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
     parts: Any = _LocalStatistics.apply(logits.flatten(0, -2), own_labels)  # type: ignore[no-untyped-call]
-    statistics = torch.stack(parts, -1).unsqueeze(0)
-    if has_own_samples:  # (1, all samples, 2) -> (ranks, my samples, 2)
-        statistics = collectives.all_to_all(statistics, 1, 0)
-    else:
-        statistics = collectives.gather_from_tp(statistics, 0)
-    losses = statistics[..., 0].logsumexp(0) - statistics[..., 1].sum(0)
+    # (all samples, 2) -> (my samples, ranks, 2)
+    statistics = unshard_features(torch.stack(parts, -1), default_layout()).reshape(-1, state.tp_size, 2)
+    losses = statistics[..., 0].logsumexp(-1) - statistics[..., 1].sum(-1)
     return losses.view(labels.shape).masked_fill(labels == ignore_index, 0)
 
 

@@ -70,18 +70,15 @@ def are_tied(root: nn.Module) -> bool:
     return table is not None and table is getattr(_head_of(root), "weight", None)
 
 
-def _embedding_of(root: Any) -> Any:
+def _answer(root: nn.Module, method: str) -> Any:
     try:
-        return root.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # not all models have one
+        return getattr(root, method)()
+    except (AttributeError, NotImplementedError):  # not all models have an embedding and a head
         return None
 
 
-def _head_of(root: Any) -> Any:
-    try:
-        return root.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
+_embedding_of: Final = functools.partial(_answer, method="get_input_embeddings")
+_head_of: Final = functools.partial(_answer, method="get_output_embeddings")
 
 
 def _is_plain_embedding(module: Any) -> bool:

@@ -158,12 +158,11 @@ def tp_register(
     Raises:
         UsageError: not a class of modules, or a hook that cannot be called.
     """
-    hooks = (init_hook, forward_hook, return_hook)
-    translations: dict[str, Any] = {"to_distributed": to_distributed, "from_distributed": from_distributed}
     _check_class(dist_module, "dist_module")
+    options: dict[str, Any] = {"to_distributed": to_distributed, "from_distributed": from_distributed}
 
     def decorate(original: _Module) -> _Module:
-        tp_register_with_module(original, dist_module, *hooks, **translations)
+        tp_register_with_module(original, dist_module, init_hook, forward_hook, return_hook, **options)
         return original
 
     return decorate

@@ -18,7 +18,7 @@ import functools
 import inspect
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -71,11 +71,10 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
             hint="call smp.set_activation_checkpointing after smp.DistributedModel",
         )
     # Before anything is sent for a single module: ranks that have others to treat would wait for each other.
-    fresh = {replaced.name: replaced.is_fresh for replaced in search.decide_freshness(root, fresh_weights)}
+    fresh = search.fresh_ones(root, fresh_weights)
     seed, fresh = compare_models(root, [*search.skipped, *fresh, *search.planned], fresh)
     for replaced in search.replaced:
-        replaced.is_fresh = fresh[replaced.name]
-        _fill(root, replaced, seed)
+        _fill(root, replaced, seed, is_fresh=fresh[replaced.name])
         _hand_over(replaced)
     for name, module in search.planned.items():
         weight = hook_on_weight(module)
@@ -89,7 +88,7 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
                 parameter.data = weights_of_first_rank(parameter.data)
         apply_tp_plan(module, search.readers)
     if state.rank == 0:
-        announce(search.report())
+        announce(search.report(fresh))
     # Last: until here the old modules are in the model, and translations and the report read them there.
     return _install(root, search.replaced)
 
@@ -97,7 +96,7 @@ def distribute(root: nn.Module, *, at_degree_1: bool = False, fresh_weights: boo
 def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
     """Do what `distribute` does, without weights and other ranks, for `smpkit plan`; return model and report."""
     search = _Search(root)
-    report = list(search.report())
+    report = list(search.report({}))
     report += [f"  not checkpointed in this plan: `{name}`, which is replaced" for name in search.checkpointed()]
     for replaced in search.replaced:
         _hand_over(replaced)
@@ -153,14 +152,13 @@ def refuse_replaced_parameters(optimizer: Any) -> None:
 
 @dataclass
 class _Replaced:
-    """A module that will be replaced; `name` is where it is first, `is_fresh` whether it draws new weights."""
+    """A module that will be replaced; `name` is where it is first."""
 
     name: str
     module: nn.Module
     marking: Marking
     rule: ReplacementRule
     replacement: nn.Module
-    is_fresh: bool = False
 
 
 class _Search:
@@ -244,18 +242,19 @@ class _Search:
                 if is_flagged or ModuleCall.of(module).checkpointing is not None:
                     yield name
 
-    def decide_freshness(self, root: nn.Module, asked: bool | None) -> list[_Replaced]:
-        """Say of each module that is replaced whether it draws fresh weights, as this rank sees it."""
+    def fresh_ones(self, root: nn.Module, asked: bool | None) -> dict[str, bool]:
+        """Return whether each module that is replaced draws fresh weights, by name, as this rank sees it."""
         as_v1 = state.is_v1_script and not state.cfg.match_weights
         loaded = loaded_modules(root) if asked is None and as_v1 else set()
+        fresh = {}
         for replaced in self.replaced:
             was_not_loaded = loaded.isdisjoint(map(id, replaced.module.modules()))
             is_fresh = as_v1 and was_not_loaded if asked is None else asked
-            replaced.is_fresh = is_fresh and not replaced.rule.keeps_weights
-        return self.replaced
+            fresh[replaced.name] = is_fresh and not replaced.rule.keeps_weights
+        return fresh
 
-    def report(self) -> Iterator[str]:
-        """Say what is distributed, what is not and why."""
+    def report(self, fresh: Mapping[str, bool]) -> Iterator[str]:
+        """Say what is distributed, what is not and why, and how many modules draw the `fresh` weights of SMP v1."""
         over_ranks = f"Tensor parallelism over {state.tp_size} rank{'s' if state.tp_size > 1 else ''}"
         kinds = Counter(f"{type(each.module).__name__} -> {type(each.replacement).__name__}" for each in self.replaced)
         kinds.update(type(module).__name__ for module in self.planned.values())
@@ -275,10 +274,10 @@ class _Search:
                 f"  fresh weights for {', '.join(f'{count} {kind}' for kind, count in untranslated.items())}: weights"
                 " that they have, loaded ones too, are dropped; `to_distributed` of smp.tp_register keeps them"
             )
-        fresh = sum(replaced.is_fresh and replaced.rule.to_distributed is not None for replaced in self.replaced)
-        if fresh:
+        num_fresh = sum(fresh.get(each.name, False) for each in self.replaced if each.rule.to_distributed is not None)
+        if num_fresh:
             yield (
-                f"  fresh weights, as in SMP v1, for {fresh} of {kinds.total()}: nothing was loaded into what they"
+                f"  fresh weights, as in SMP v1, for {num_fresh} of {kinds.total()}: nothing was loaded into what they"
                 " replace; `_match_weights: true` keeps the weights of the script"
             )
         for sentence in self.skipped.values():
@@ -321,7 +320,7 @@ def _construct(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn
 # --- replace ----------------------------------------------------------------------------------------------------------
 
 
-def _fill(root: nn.Module, replaced: _Replaced, seed: int) -> None:
+def _fill(root: nn.Module, replaced: _Replaced, seed: int, *, is_fresh: bool) -> None:
     """Give a distributed module this rank's pieces of the weights of the one that it replaces, or weights of its own.
 
     Weights of its own depend on the seed and its name, and on nothing else. A module without memory yet
@@ -334,7 +333,7 @@ def _fill(root: nn.Module, replaced: _Replaced, seed: int) -> None:
     device = next((parameter.device for parameter in parameters), state.device)
     if any(map(is_delayed, parameters)):  # the others were loaded
         initialize(root, parameters, device, seed)
-    if not replaced.is_fresh:
+    if not is_fresh:
         _translate_weights(replaced, device)
     initialize(replacement, list(replacement.parameters()), device, seed, replaced.name)
 

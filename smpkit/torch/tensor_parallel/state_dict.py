@@ -95,8 +95,9 @@ def join_pieces(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch
     return join_shards([each.view(shape) for each, shape in zip(pieces, shapes, strict=True)], shard)
 
 
-def shard_state(values: Mapping[str, Any], shards: Mapping[str, TpShard]) -> dict[str, Any]:
-    """Return a state dict with this rank's pieces in place of whole tensors; what is a piece already stays one."""
+def shard_state(root: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of `root` with this rank's pieces of whole tensors; what is a piece already stays one."""
+    shards = shards_in(root)
     return {name: shard_value(value, shards.get(name)) for name, value in values.items()}
 
 
