@@ -7,7 +7,7 @@ twice the samples, the share `2 - b / a` does not grow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.schedule.recorded_graph import RecordedGraph
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.placement.blocks import repeated_blocks
-from smpkit.torch.placement.shards import TpShard, shard_of
+from smpkit.torch.placement.shards import shard_of
 
 
 def model_facts(model: nn.Module, costs: Sequence[UnitCost], places: Mapping[str, int]) -> ModelFacts:
@@ -30,33 +30,23 @@ def model_facts(model: nn.Module, costs: Sequence[UnitCost], places: Mapping[str
         costs: of its units, as `measure_units` returns them.
         places: where the user put units, by name.
     """
-    names = _first_names(model)
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensors.setdefault(id(tensor), (name, tensor))
+    names = {key: name for key, (name, _) in tensors.items()}
     units = tuple(_unit(model, cost, names) for cost in costs)
     placed = {name for unit in units for name in unit.tensors}
     return ModelFacts(
         name=type(model).__name__,
         units=units,
-        tensors={name: _tensor(name, tensor) for name, tensor in _tensors(model) if name == names[id(tensor)]},
-        loose=tuple(name for name in dict.fromkeys(names.values()) if name not in placed),
+        tensors={name: _tensor(name, tensor) for name, tensor in tensors.values()},
+        loose=tuple(name for name in names.values() if name not in placed),
         traced=any(cost.activation_bytes for cost in costs),
         places=dict(places),
         blocks=tuple(
             tuple(dict.fromkeys(names[id(each)] for each in block.parameters())) for block in repeated_blocks(model)
         ),
     )
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _first_names(model: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter and buffer by its id, the first one of tied ones."""
-    names: dict[int, str] = {}
-    for name, tensor in _tensors(model):
-        names.setdefault(id(tensor), name)
-    return names
 
 
 def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
@@ -69,6 +59,7 @@ def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
 
 def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
     shard = shard_of(tensor)
+    pieces = shard.local_shapes if shard is not None and shard.is_distributed else []
     return TensorFacts(
         name=name,
         dtype=dtype_name(tensor.dtype),
@@ -76,17 +67,10 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
         num_bytes=tensor.numel() * tensor.element_size(),
         trainable=isinstance(tensor, nn.Parameter) and tensor.requires_grad,
         rows=(tensor.shape[0] if tensor.dim() else 1) if isinstance(tensor, nn.Parameter) else 0,
-        pieces=_pieces(tensor, shard),
+        pieces=tuple(shape.numel() * tensor.element_size() for shape in pieces),
         rows_divided=shard is not None and shard.dim == 0,
         over_replicas=shard is not None and shard.sees_scaled_batch,
     )
-
-
-def _pieces(tensor: torch.Tensor, shard: TpShard | None) -> tuple[int, ...]:
-    if shard is None or not shard.is_distributed:
-        return ()
-    shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
-    return tuple(shape.numel() * tensor.element_size() for shape in shapes)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

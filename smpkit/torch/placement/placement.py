@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smpkit.plan.mesh import Mesh
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.delayed import initialize
@@ -154,8 +155,7 @@ class Placement:
         self._pp_rank_of_unit = pp_rank_of_unit or {}
         everywhere = frozenset(range(state.pp_size))
         on_units = {} if pp_rank_of_unit is None else pp_ranks_by_parameter(root, pp_rank_of_unit)
-        ranks_on = functools.cache(_ranks_on)
-        records = [_record(name, p, on_units.get(id(p), everywhere), ranks_on) for name, p in root.named_parameters()]
+        records = [_record(name, p, on_units.get(id(p), everywhere)) for name, p in root.named_parameters()]
         shards_states = state.cfg.ddp and state.cfg.shard_optimizer_state
         is_final = pp_rank_of_unit is not None or state.pp_size == 1
         owners = _assign_owners([record for record in records if record.is_here]) if shards_states and is_final else {}
@@ -214,31 +214,29 @@ def placement_of(tensor: torch.Tensor) -> ParameterPlacement:
     return record
 
 
-_RanksOn = Callable[[frozenset[int], bool, int], tuple[int, ...]]
-
-
-def _ranks_on(pp_ranks: frozenset[int], any_tp: bool, replica_step: int) -> tuple[int, ...]:
-    """Return the global ranks on `pp_ranks`, of this tp_rank or any, in every `replica_step`-th replica from this."""
-    mine = state.mesh.coordinates(state.rank)
+@functools.cache
+def _ranks_on(mesh: Mesh, own: int, pp_ranks: frozenset[int], any_tp: bool, replica_step: int) -> tuple[int, ...]:
+    """Return the global ranks on `pp_ranks`, of rank `own`'s tp_rank or any, in every `replica_step`-th replica."""
+    mine = mesh.coordinates(own)
     ranks = []
-    for rank in range(state.size):
-        other = state.mesh.coordinates(rank)
+    for rank in range(mesh.size):
+        other = mesh.coordinates(rank)
         is_in_replica = (other.rdp - mine.rdp) % replica_step == 0
         if other.pp in pp_ranks and (any_tp or other.tp == mine.tp) and is_in_replica:
             ranks.append(rank)
     return tuple(ranks)
 
 
-def _record(name: str, value: Any, pp_ranks: frozenset[int], ranks_on: _RanksOn = _ranks_on) -> ParameterPlacement:
-    shard = shard_of(value)
+def _record(name: str, value: Any, pp_ranks: frozenset[int]) -> ParameterPlacement:
+    shard, ranks_on = shard_of(value), functools.partial(_ranks_on, state.mesh, state.rank, pp_ranks)
     is_whole = shard is None or not shard.is_distributed
     replica_step = 1 if state.cfg.ddp else state.rdp_size
-    replica_ranks = ranks_on(pp_ranks, is_whole, replica_step)
-    reduce_ranks = ranks_on(pp_ranks, shard is None or not shard.sees_scaled_batch, replica_step)
+    replica_ranks = ranks_on(is_whole, replica_step)
+    reduce_ranks = ranks_on(shard is None or not shard.sees_scaled_batch, replica_step)
     if is_dtensor(value):  # a part of this rank's, in the same column of sharding groups
-        holders = ranks_on(pp_ranks, False, state.cfg.sharded_data_parallel_degree)
+        holders = ranks_on(False, state.cfg.sharded_data_parallel_degree)
     else:  # replicas that are not kept equal count as equal, too: a checkpoint has one
-        holders = ranks_on(pp_ranks, is_whole, 1)
+        holders = ranks_on(is_whole, 1)
     return ParameterPlacement(name, value, pp_ranks, shard, frozenset(holders), replica_ranks, reduce_ranks)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ class TpShard:
         sizes = self.parts or (self.shape[self.dim],)
         length = sum(shard_range(size, self.tp_rank, self.tp_size)[1] for size in sizes)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    @property
+    def local_shapes(self) -> list[torch.Size]:
+        """The shapes of the pieces of all ranks, in their order."""
+        return [torch.Size(replace(self, tp_rank=rank).local_shape) for rank in range(self.tp_size)]
 
     @property
     def is_distributed(self) -> bool:

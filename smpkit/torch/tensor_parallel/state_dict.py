@@ -11,7 +11,6 @@ Tensors are joined, translated and taken apart one at a time, so memory holds on
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ def join_state(root: nn.Module, values: Mapping[str, Any], *, prefix: str = "") 
 def join_pieces(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch.Tensor | None:
     """Return the whole tensor from the pieces of all ranks, on the CPU; with `on_first`, None on the others."""
     group = state.process_group(CommGroup.TP_GROUP)
-    shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
+    shapes = shard.local_shapes
     # Collectives take equal pieces, and the last ones may be smaller: send bytes, padded to the largest piece.
     room = max(shape.numel() for shape in shapes) * piece.element_size()
     raw = as_bytes(piece.detach().contiguous())
