@@ -52,28 +52,12 @@ def run_fake(root: nn.Module, step: TrialStep) -> None:
 
     The step will run there, though the weights may still be elsewhere: each rank moves its own once it knows them.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_of_model = _fakes_on(mode, _device_of(step))
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return fake_of_model(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
-
-    args, kwargs = map_tensors(fake, (step.args, step.kwargs))
-    with restoring_model(root, fake_of_model), mode:
-        TrialStep(step.body, args, kwargs)()
-
-
-def _device_of(step: TrialStep) -> torch.device:
-    tensors = [tensor for tensor in tensors_in((step.args, step.kwargs)) if not isinstance(tensor, nn.Parameter)]
-    places = sorted({tensor.device for tensor in tensors}, key=lambda device: device.type == "cpu")
-    return places[0] if places else devices.current_device()
-
-
-def _fakes_on(mode: FakeTensorMode, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes the fake of a model's parameter or buffer, on a device."""
+    mode, arguments = FakeTensorMode(allow_non_fake_inputs=True), (step.args, step.kwargs)
+    places = {tensor.device for tensor in tensors_in(arguments) if not isinstance(tensor, nn.Parameter)}
+    device = min(places, key=lambda place: place.type == "cpu", default=devices.current_device())
 
     @functools.cache  # a tensor with several names gets one fake
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake_of_model(tensor: torch.Tensor) -> torch.Tensor:
         with mode, torch.no_grad():
             if is_delayed(tensor):  # one element, expanded: results would get its strides of 0
                 value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -86,7 +70,12 @@ def _fakes_on(mode: FakeTensorMode, device: torch.device) -> Callable[[torch.Ten
             vars(parameter).setdefault(name, attribute)  # not those that a fake tensor has of its own
         return parameter
 
-    return fake
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return fake_of_model(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
+
+    args, kwargs = map_tensors(fake, arguments)
+    with restoring_model(root, fake_of_model), mode:
+        TrialStep(step.body, args, kwargs)()
 
 
 _MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})

@@ -98,6 +98,5 @@ def _refuse_assignment(_module: nn.Module, _state: Any, _prefix: str, metadata: 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and saved buffers of a module by name, tied ones under all of theirs."""
-    saved = module.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
-    return {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
+    entries = module.state_dict(keep_vars=True)
+    return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}

@@ -117,8 +117,7 @@ class DistributedAttentionLayer(DistributedModule):
         parts = unpack_tuple(type(self).__name__, inputs, names, rotates=bool(self.config.rotary_dim))
         hidden: torch.Tensor = parts.pop("hidden_states")
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output: torch.Tensor = self.dense(self.attended(normal, **parts))
-        output = self.config.add(hidden, self.dropout(output))
+        output: torch.Tensor = hidden + self.dropout(self.dense(self.attended(normal, **parts)))
         return output if self.layernorm is None else self.layernorm(output)
 
     def attended(

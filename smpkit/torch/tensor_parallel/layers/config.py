@@ -36,7 +36,6 @@ class LayerOptions:
         attention_in_fp32: compute attention in float32 at least.
         query_key_value_bias, attention_dense_bias, mlp_bias: whether these linear layers have one.
         parallel_residual: `x + attention(norm(x)) + mlp(norm(x))`, with one exchange for both; needs pre_layernorm.
-        fp32_residual_addition: add residuals in float32.
     """
 
     use_alibi: bool = False
@@ -53,7 +52,6 @@ class LayerOptions:
     attention_dense_bias: bool = True
     mlp_bias: bool = True
     parallel_residual: bool = False
-    fp32_residual_addition: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,25 +149,21 @@ class TransformerConfig(LayerOptions):
         """Drop what depends on positions: those of other states have nothing to do with those of the hidden states."""
         return replace(self, causal_mask_size=None, use_alibi=False, rotary_dim=0, window_size=None)
 
-    def add(self, residual: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return the sum, in the residual's dtype."""
-        if self.fp32_residual_addition:
-            return (residual.float() + output.float()).to(residual.dtype)
-        return residual + output
-
 
 # --- constructors -----------------------------------------------------------------------------------------------------
 
 _IGNORED: Final = (
     "distribute_embedding",
     "flash_attention",
+    "fp32_residual_addition",
     "fused_bias_gelu",
     "fused_dropout",
     "fused_softmax",
     "query_key_layer_scaling",
     "zero_init",
 )
-"""Arguments of SMP v1 that chose between equivalent kernels, which torch does now: accepted, without effect."""
+"""Arguments of SMP v1 that chose between equivalent kernels, which torch does now: accepted, without effect. Sums of
+half precision, too: torch adds in float32 and rounds once."""
 OPTIONS: Final = (*(each.name for each in dataclasses.fields(LayerOptions)), *_IGNORED)
 """What the constructors take beside the arguments that they name."""
 

@@ -24,13 +24,11 @@ from smpkit.torch.tensor_parallel.embedding import VocabularyParallelEmbedding
 from smpkit.torch.tensor_parallel.layers.attention import additive_mask, unpack_tuple
 from smpkit.torch.tensor_parallel.layers.config import OPTIONS, TransformerConfig, config_of
 from smpkit.torch.tensor_parallel.layers.norms import optional_layernorm
-from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer
+from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, LayerInputs
 from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated, stack_layout
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear
 from smpkit.torch.tensor_parallel.loss import causal_loss, gather_logits
 from smpkit.torch.tensor_parallel.module import DistributedModule
-
-Inputs = tuple[torch.Tensor | None, ...]
 
 
 class ReplicatedEmbedding(nn.Embedding):
@@ -124,7 +122,7 @@ class DistributedTransformerLMHead(DistributedModule):
         return ReplicatedEmbedding(rows, config.hidden_size, config.initializer_range, self.inner) if rows else None
 
     def forward(
-        self, inputs: Inputs, num_items: torch.Tensor | int | None = None
+        self, inputs: LayerInputs, num_items: torch.Tensor | int | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return logits, or `(loss, logits)` if there are labels, or hidden states without a head.
 
@@ -162,7 +160,7 @@ class DistributedTransformerLMHead(DistributedModule):
         shifted = None if self.is_causal else labels
         return causal_loss(logits, labels, self.vocab_size, num_items, shift_labels=shifted), whole
 
-    def _parts_of(self, inputs: Inputs) -> dict[str, Any]:
+    def _parts_of(self, inputs: LayerInputs) -> dict[str, Any]:
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
         if self.add_cross_attention:
             names[4:4] = ["cross_states", "cross_mask"]

@@ -85,8 +85,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states like those that come in: (batch, length, hidden_size)."""
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output: torch.Tensor = self.dropout(self.dense2(self.activation(self.dense1(normal))))
-        output = self.config.add(hidden, output)
+        output: torch.Tensor = hidden + self.dropout(self.dense2(self.activation(self.dense1(normal))))
         return output if self.layernorm is None else self.layernorm(output)
 
 
@@ -165,9 +164,9 @@ class DistributedTransformerLayer(DistributedModule):
         entered = enter_region(attention.pre_layernorm(hidden_states), self.boundary)
         attended = attention.attended(entered, attention_mask=attention_mask, position_ids=position_ids, entered=True)
         shares = attention.dense.project(attended) + mlp.dense2.project(mlp.activation(mlp.dense1.project(entered)))
-        result = sum_shares(shares, self.boundary, attention.dense.bias, mlp.dense2.bias)
         assert self.dropout is not None
-        return self.config.add(hidden_states, self.dropout(result))
+        output: torch.Tensor = self.dropout(sum_shares(shares, self.boundary, attention.dense.bias, mlp.dense2.bias))
+        return hidden_states + output
 
 
 class DistributedTransformer(DistributedModule):
