@@ -128,7 +128,6 @@ class DistributedTransformerLayer(DistributedModule):
             other = config.of_cross_attention()
             self.cross_attention = DistributedAttentionLayer(other, cross_attention=True, boundary=self.boundary)
         self.output = DistributedTransformerOutputLayer(config, boundary=self.boundary)
-        self.dropout = ParallelDropout(config.hidden_dropout_prob, self.boundary) if config.parallel_residual else None
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Return the tuple that comes in, with other hidden states.
@@ -164,8 +163,7 @@ class DistributedTransformerLayer(DistributedModule):
         entered = enter_region(attention.pre_layernorm(hidden_states), self.boundary)
         attended = attention.attended(entered, attention_mask=attention_mask, position_ids=position_ids, entered=True)
         shares = attention.dense.project(attended) + mlp.dense2.project(mlp.activation(mlp.dense1.project(entered)))
-        assert self.dropout is not None
-        output: torch.Tensor = self.dropout(sum_shares(shares, self.boundary, attention.dense.bias, mlp.dense2.bias))
+        output: torch.Tensor = mlp.dropout(sum_shares(shares, self.boundary, attention.dense.bias, mlp.dense2.bias))
         return hidden_states + output
 
 
