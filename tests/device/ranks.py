@@ -19,11 +19,7 @@ from tests.ranks import run_ranks
 
 
 def run_on_gpu(
-    function: Callable[..., Any],
-    *args: Any,
-    size: int = 2,
-    timeout: float = 120,
-    env: dict[str, str] | None = None,
+    function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = 120, env: dict[str, str] | None = None
 ) -> list[Any]:
     """Call `function(*args)` on ranks and return their results, tensors on the host; see `tests.ranks.run_ranks`."""
     shared = {"SMPKIT_SHARED_GPU_NCCL": "1"} if os.environ.get(NCCL) == "1" else {}

@@ -22,10 +22,10 @@ from tests.device.device import IS_SIMULATED, gpu
 from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu
 from tests.models import CASES, MODELS, Case
-from tests.train import Way, check_same, reference, train, train_plainly
+from tests.train import Way, check_same, checkpoint_layers, reference, train, train_plainly
 from tests.transparency.test_data_parallel import row
 from tests.transparency.test_pipeline_schedules import SHAPES
-from tests.transparency.test_sharded_data_parallel import checkpoint, way_of
+from tests.transparency.test_sharded_data_parallel import way_of
 
 _TOLERANCE = 1e-10  # float64; kernels of a GPU add up in an order of their own, which may change with the shape
 
@@ -75,7 +75,7 @@ def test_models_of_every_shape() -> None:
 
 REPLICAS = {
     "replicas": row("frozen and unused parameters", True, accumulation=2),
-    "sharded parameters": ("tied by a function", way_of(accumulation=2, batches=(8,) * 4, prepare=checkpoint)),
+    "sharded parameters": ("tied by a function", way_of(accumulation=2, batches=(8,) * 4, prepare=checkpoint_layers)),
 }
 
 

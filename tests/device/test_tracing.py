@@ -11,7 +11,7 @@ from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.torch.core.runtime import state
-from tests.device.device import CPU_ONLY, gpu, rng_state
+from tests.device.device import CPU_ONLY, gpu
 from tests.device.ranks import run_on_gpu
 from tests.ranks import run_ranks
 from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
@@ -21,9 +21,10 @@ from tests.torch.placement.test_trace import CASES, Checkpointed, Language, cost
 def test_costs_on_the_gpu_are_those_on_the_cpu(case: str) -> None:
     make, argument = CASES[case]
     model, value = make(), argument().to(gpu())
-    before = torch.get_rng_state(), rng_state()
+    generators = (torch, torch.get_device_module(gpu()))
+    before = [each.get_rng_state() for each in generators]
     found = costs_of(model, value)
-    assert all(map(torch.equal, before, (torch.get_rng_state(), rng_state())))
+    assert all(map(torch.equal, before, [each.get_rng_state() for each in generators]))
     assert found == costs_of(make(), argument())
     assert costs_of(make(), argument().to(gpu())) == found
 
