@@ -29,10 +29,8 @@ ELSEWHERE: Final = {
 """Where calls of these names order something else."""
 
 _DROPPED = {"_order_after", "order_after", "before_reuse", "end_previous_save", "finish_previous_save", "flush"}
-_DROPPED |= {"note_read", "post", "record_stream", "synchronize", "wait_event", "wait_stream"}
+_DROPPED |= {"post", "record_stream", "synchronize", "wait_event", "wait_stream"}
 """Calls that are left out whole, as all are that begin with `wait_for_`."""
-_KEEPERS: Final = {"_copies_to_host", "_kept", "uses"}
-"""Lists by which memory, or the event that it must wait for, is kept."""
 _LAST: Final = "last_read"
 """The attribute with the event that comes before host memory is used again."""
 _COPIES: Final = {"_copy", "fetch", "send"}
@@ -126,8 +124,7 @@ class _Finder(ast.NodeVisitor):
         call = node.value
         if isinstance(call, ast.Call):
             name, receiver = _callee(call)
-            is_kept = receiver.rpartition(".")[2] in _KEEPERS or (self._is_offload and receiver == "after")
-            keeps = name == "append" and is_kept
+            keeps = name == "append" and self._is_offload and receiver == "after"
             joins = name == "join" and "checkpoints/" in self._path
             if keeps or joins or (name in ("wait", "result") and not receiver.endswith("link")):
                 self._add(call, "None")
@@ -150,31 +147,20 @@ class _Finder(ast.NodeVisitor):
             self._add_all(node.args[-1])
         elif name == "finalize" and ast.unparse(node.args[1]).endswith(("before_free", "finish")):
             self._add(node.args[1], "(lambda: None)")
-        elif name == "_order_next_after":
-            self._add(node, ast.unparse(node.args[0]))
         elif name == "copy_" and isinstance(node.func, ast.Attribute) and _is_pinned(node.func.value):
             self._add(node, ast.unparse(node.args[0]))  # a copy in memory of our own
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        targets, value = node.targets, node.value
-        if self._is_offload and len(targets) == 1:
-            if ast.unparse(targets[0]) == "after":
-                self._add_all(value)
-                if not isinstance(value, ast.Tuple):
-                    self._add(value, "[]")
-            pairs = [(targets[0], value)]
-            if isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(targets[0].elts, value.elts, strict=True))
-            for target, element in pairs:
-                if isinstance(target, ast.Attribute) and target.attr == _LAST and not isinstance(element, ast.Call):
+        target, value = node.targets[0], node.value
+        if self._is_offload and ast.unparse(target) == "after":
+            self._add_all(value)
+            if not isinstance(value, ast.Tuple):
+                self._add(value, "[]")
+        elif self._is_offload and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for each, element in zip(target.elts, value.elts, strict=True):
+                if isinstance(each, ast.Attribute) and each.attr == _LAST:
                     self._add(element, _DONE)
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if ast.unparse(node.target).rpartition(".")[2] in _KEEPERS:
-            self._add(node.value, "[]")
-            return
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:

@@ -16,11 +16,11 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-def layers(width: int, count: int, activation: type[nn.Module] = nn.GELU) -> nn.Sequential:
+def layers(width: int, count: int) -> nn.Sequential:
     """Return equal layers, on the CPU, with the same weights each time."""
     torch.manual_seed(0)
     with torch.device("cpu"):
-        return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), activation()) for _ in range(count)])
+        return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)])
 
 
 def gradients_of(model: nn.Module, x: Tensor) -> list[Tensor]:

@@ -72,7 +72,7 @@ def placed(kind: str, half: bool, options: dict[str, Any]) -> tuple[str, str, li
 )
 def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str, options: dict[str, Any]) -> None:
     arguments = (kind, False, options)
-    on_gpu = run_on_gpu(placed, *arguments, env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    on_gpu = run_on_gpu(placed, *arguments)
     on_cpu = run_ranks(placed, 2, *arguments, env={**CPU_ONLY, "SMPKIT_CUDA_ON_CPU": "1"})
     assert (on_gpu[0][1], on_cpu[0][1]) == (gpu().type, "cpu")
     assert on_gpu[0][0] == on_cpu[0][0]

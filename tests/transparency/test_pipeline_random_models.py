@@ -180,11 +180,10 @@ def trains_as_in_one_process(recipe: Recipe, degree: int, seed: int | None) -> N
     same(Case(functools.partial(Grown, recipe), vectors, loss_step), replace(recipe.way, pipeline=degree), by=by)
 
 
-@pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.slow)])
 @FEW
 @given(recipe=recipes())
-def test_random_models_train_as_in_one_process(degree: int, recipe: Recipe) -> None:
-    trains_as_in_one_process(recipe, degree, None)
+def test_random_models_train_as_in_one_process(recipe: Recipe) -> None:
+    trains_as_in_one_process(recipe, 2, None)
 
 
 @settings(FEW, max_examples=2)
