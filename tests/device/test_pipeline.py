@@ -6,19 +6,14 @@ tests/transparency run on the GPU, too.
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from benchmarks.on_gpu.parts import NCCL
 from smpkit.testing import RankFailed
 from tests.device.device import IS_SIMULATED, gpu
+from tests.device.models import on
 from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu
 from tests.models import CASES, MODELS, Case
@@ -40,25 +35,12 @@ WAYS = (
 )
 
 
-def there(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().to(gpu())
-
-
-def moved(batch: Callable[..., tuple[Any, ...]], size: int, generator: torch.Generator) -> tuple[Any, ...]:
-    values = batch(size, generator)
-    return tuple(value.to(gpu()) if isinstance(value, Tensor) else value for value in values)
-
-
-def on_gpu(case: Case) -> Case:
-    return replace(case, build=functools.partial(there, case.build), batch=functools.partial(moved, case.batch))
-
-
 def train_all(cases: dict[str, Case], ways: tuple[Way, ...]) -> int:
     """Train each case over this pipeline, built on the CPU, and compare it with one that has always been on the GPU."""
     for name, case in cases.items():
         for way in ways:
             with naming(f"`{name}` with {way}"):
-                check_same(train(case, way), train_plainly(on_gpu(case), way)[0], _TOLERANCE)
+                check_same(train(case, way), train_plainly(on(gpu(), case), way)[0], _TOLERANCE)
     return len(cases) * len(ways)
 
 

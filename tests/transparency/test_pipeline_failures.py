@@ -13,7 +13,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import RemoteError, UsageError
 from tests.deadlines import facts, wait_shortly
-from tests.models import WIDTH, block, mse_step, vectors
+from tests.models import WIDTH, Stack, block, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import MANY_SECONDS, error_of, in_a_row, on_ranks
 
@@ -80,23 +80,19 @@ def refusing() -> Any:
     return begin(Refuser(WIDTH, WIDTH), block(), block())
 
 
-class Branching(nn.Module):
+class Branching(Stack):
     """Lies on several ranks, and raises between them on one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([block(), block()])
-
     def forward(self, x: Tensor) -> Tensor:
-        x = self.parts[0](x)
+        x = self.layers[0](x)
         if smp.pp_rank() == 0:
             raise KeyError("only here")
-        return self.parts[1](x)
+        return self.layers[1](x)
 
 
 def branching() -> Any:
-    module = Branching()
-    return begin(*module.parts, around=nn.Sequential(module))
+    module = Branching(2)
+    return begin(*module.layers, around=nn.Sequential(module))
 
 
 RAISES: dict[str, tuple[Callable[[], Any], int, int, str, str]] = {

@@ -216,7 +216,7 @@ def _values(state: Any) -> list[Tensor]:
 _READS: dict[str, Callable[[OffloadModel, Any, list[nn.Parameter]], Any]] = {
     "its state dict": lambda model, _, __: model.state_dict(),
     "its parameters": lambda model, _, __: list(model.parameters()),
-    "parameters that are held": lambda model, _, held: [model.synchronize(), held],
+    "parameters that are held": lambda model, _, held: [model.synchronize(), held],  # type: ignore[func-returns-value]
     "the optimizer's state dict": lambda _, ours, __: ours.state_dict(),
 }
 
