@@ -142,10 +142,11 @@ def divide_layers(module: Any) -> None:
         smp.set_tensor_parallelism(each)
 
 
-def checkpoint_layers(module: Any) -> None:
-    """Recompute the `layers` of a model."""
-    for each in module.layers:
-        smp.set_activation_checkpointing(each)
+def checkpoint_layers(module: nn.Module) -> None:
+    """Recompute the layers of a model: what its lists of modules hold."""
+    for layers in module.modules():
+        for each in layers if isinstance(layers, nn.ModuleList) else ():
+            smp.set_activation_checkpointing(each)
 
 
 KINDS: Final[Mapping[str, tuple[Case, Way]]] = {

@@ -85,24 +85,8 @@ def raise_in(place: str, training: Training) -> None:
     traps[place] = trap
 
 
-def stall(training: Training) -> None:
-    traps["forward"] = lambda: time.sleep(600)
-
-
-def skip_step(training: Training) -> str:
-    return "skip"
-
-
 def take_other_shapes(training: Training) -> None:
     training.tokens = training.tokens[:, :-2]
-
-
-def leave(training: Training) -> None:
-    sys.exit(0)
-
-
-def fill_disk(training: Training) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
 
 
 def die_in_save(training: Training) -> None:
@@ -125,10 +109,6 @@ def truncate(folders: Sequence[Path], chance: random.Random) -> None:
     os.truncate(file, chance.randrange(file.stat().st_size))
 
 
-def remove_file(folders: Sequence[Path], chance: random.Random) -> None:
-    pick(folders[0], chance).unlink()
-
-
 def flip(file: Path, at: int, chance: random.Random) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << chance.randrange(8)
@@ -149,10 +129,6 @@ def flip_in_index(folders: Sequence[Path], chance: random.Random) -> None:
 def damage_all(folders: Sequence[Path], chance: random.Random) -> None:
     for folder in folders:
         os.truncate(pick(folder, chance), 7)
-
-
-def lose_newest(folders: Sequence[Path], chance: random.Random) -> None:
-    shutil.rmtree(folders[0])
 
 
 KILLED = (r"\(rank {rank}, exit 137\)", "killed by SIGKILL")
@@ -181,20 +157,28 @@ FAULTS = {
     "raise in forward": Fault((RAISED, "the forward of this rank"), partial(raise_in, "forward")),
     "raise in backward": Fault((RAISED, "the backward of this rank"), partial(raise_in, "backward")),
     "raise in step": Fault((RAISED, "the update of this rank"), partial(raise_in, "update")),
-    "stall in forward": Fault(WAITED, stall),
-    "skip a step": Fault((r"rank {rank}",), skip_step, misleads=True),
+    "stall in forward": Fault(WAITED, lambda _: traps.update(forward=lambda: time.sleep(600))),
+    "skip a step": Fault((r"rank {rank}",), lambda _: "skip", misleads=True),
     # Only the batch of a pipeline's first rank is used; both of its stages compare it, and either may be the first.
     "other shapes": Fault(
         (r"ranks (0 and 1|2 and 3)\b", r"\[4, [68]\]"), take_other_shapes, victims=("tensor 2, pipeline 2", (0, 1))
     ),
-    "leave early": Fault((r"rank {rank}",), leave),
-    "full disk": Fault((r"rank \d: .*cannot be written: File too large",), fill_disk, everywhere=True),
+    "leave early": Fault((r"rank {rank}",), lambda _: sys.exit(0)),
+    "full disk": Fault(
+        (r"rank \d: .*cannot be written: File too large",),
+        lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY)),
+        everywhere=True,
+    ),
     # checkpoints that are damaged between two runs
     "truncated file": Fault(OLDER, in_files=truncate, code=0),
-    "missing file": Fault((*OLDER, "is missing"), in_files=remove_file, code=0),
+    "missing file": Fault(
+        (*OLDER, "is missing"), in_files=lambda folders, chance: pick(folders[0], chance).unlink(), code=0
+    ),
     "flipped bit in a tensor": Fault((*OLDER, "has the CRC-32"), in_files=flip_in_tensors, code=0),
     "flipped bit in the index": Fault((*OLDER, r"index\.json is damaged"), in_files=flip_in_index, code=0),
-    "missing checkpoint": Fault((*OLDER, "it is missing"), in_files=lose_newest, code=0),
+    "missing checkpoint": Fault(
+        (*OLDER, "it is missing"), in_files=lambda folders, _: shutil.rmtree(folders[0]), code=0
+    ),
     "all checkpoints damaged": Fault(
         (r"can be used", r"`{newest}_partial`: .* has 7 bytes instead of"), in_files=damage_all, resumes=False
     ),

@@ -1,4 +1,4 @@
-"""The job that faults strike: a GPT of four blocks with dropout, AdamW, and a checkpoint every few steps."""
+"""The job that faults strike: a language model with dropout, AdamW, and a checkpoint every few steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
+from tests.models import TOKENS, TiedFunctional, block
 
 STEPS, SAVE_EVERY, TIMEOUT = 12, 3, 10
-BLOCKS, HEADS, TOKENS, WIDTH, LENGTH, BATCH = 4, 2, 32, 16, 8, 4
+LENGTH, BATCH = 8, 4
 
 traps: dict[str, Callable[[], object]] = {}
 """What a fault makes this rank do in `forward`, `backward` or before the `update` of the weights."""
@@ -40,37 +41,24 @@ class Trap(torch.autograd.Function):
         return gradient
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
+    """A layer in which a fault can wait; tensor-parallel ranks divide a half of it."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
-        self.attention = nn.Linear(WIDTH, 3 * WIDTH)
-        self.join = nn.Linear(WIDTH, WIDTH)
-        with smp.tensor_parallelism():
-            self.grow = nn.Linear(WIDTH, 4 * WIDTH)
-        self.shrink = nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
+        self.inner = block()
+        smp.set_tensor_parallelism(self.inner.get_submodule("0"))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Trap.apply(x)
-        heads = self.attention(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        x = x + self.dropout(self.join(seen.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.shrink(functional.gelu(self.grow(self.norms[1](x)))))
+        return functional.dropout(self.inner(Trap.apply(x)), 0.1, self.training)
 
 
-class GPT(nn.Module):
+class Model(TiedFunctional):
+    """A small language model."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
-        self.head = nn.Linear(WIDTH, TOKENS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return torch.as_tensor(self.head(x))
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
 
 
 @smp.step
@@ -88,7 +76,7 @@ class Training:
         torch.manual_seed(1)
         self.blocking = blocking
         self.folder, self.checkpoints = folder, folder / "checkpoints"
-        self.model = smp.DistributedModel(GPT())
+        self.model = smp.DistributedModel(Model())
         self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
         self.tokens = torch.empty(0)
 

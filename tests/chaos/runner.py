@@ -85,7 +85,6 @@ def strike(case: Case, folder: Path, reference: Path) -> None:
         AssertionError: something hung, was left, was not named, or trained to other losses than `reference` has.
     """
     fault, job = FAULTS[case.fault], _Job(folder, case)
-    began_in_shm = time.time()
     if fault.in_files:
         _copy_checkpoints(reference, folder, case)
         checkpoints = (folder / "checkpoints").glob("*_partial")
@@ -105,8 +104,6 @@ def strike(case: Case, folder: Path, reference: Path) -> None:
         code, said = job.run(None)
         assert code == 0, f"the job did not go on: exit code {code}\n{said}"
     _check_losses(folder, reference, case, complete=fault.resumes)
-    left = _left_in_shm(began_in_shm)
-    assert not left, f"{left} was left in /dev/shm"
 
 
 def _copy_checkpoints(reference: Path, folder: Path, case: Case) -> None:
@@ -145,37 +142,6 @@ def _losses(folder: Path, rank: int) -> list[tuple[int, str]]:
     file = folder / f"losses-{rank}"
     lines = file.read_text().splitlines() if file.exists() else []
     return [(int(step), loss) for step, loss in (line.split() for line in lines)]
-
-
-def _left_in_shm(since: float) -> list[str]:
-    """Return what lies in /dev/shm although it is new and nobody has it open: other programs put theirs there, too.
-
-    Semaphores of Python's multiprocessing are such; the job has none.
-    """
-    deadline = time.monotonic() + 10
-    while True:
-        opened = {path for process in Path("/proc").glob("[0-9]*") for path in _opened_by(process)}
-        new = [each for each in Path("/dev/shm").rglob("*") if _is_new(each, since)]
-        left = [str(each) for each in new if str(each) not in opened and not each.name.startswith("sem.mp-")]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.2)
-
-
-def _opened_by(process: Path) -> set[str]:
-    """Return what a process has open in /dev/shm, or in its memory: one file lists a thousand mappings of torch."""
-    try:
-        mapped = re.findall(r"(/dev/shm/.*)", (process / "maps").read_text(errors="replace"))
-        return {*mapped, *(str(link.readlink()) for link in (process / "fd").iterdir())}
-    except OSError:  # it has ended meanwhile
-        return set()
-
-
-def _is_new(path: Path, since: float) -> bool:
-    try:
-        return path.lstat().st_mtime >= since
-    except OSError:
-        return False
 
 
 class _Job:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from smpkit.drop_in import DROP_IN_PATH, after_import
@@ -19,21 +20,19 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 def run_compat(
     *command: str,
-    parameters: Mapping[str, Any] | None = None,
-    env: Mapping[str, str] | None = None,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
+    env: Mapping[str, str] = MappingProxyType({}),
     timeout: float = 120,
 ) -> str:
     """Run a command through `smpkit compat` and return its output; a failure shows all of it."""
-    given = ["--parameters", json.dumps(parameters)] if parameters is not None else []
-    words = [sys.executable, "-m", "smpkit", "compat", *given, "--", *command]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=timeout, check=False, env={**_environment(), **(env or {})}
-    )
+    words = [sys.executable, "-m", "smpkit", "compat", "--parameters", json.dumps(dict(parameters)), "--", *command]
+    env = {**_environment(), **env}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False, env=env)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
     return done.stdout + done.stderr
 
 
-def run_script(script: str, *arguments: str, ranks: int, parameters: Mapping[str, Any] | None) -> None:
+def run_script(script: str, *arguments: str, ranks: int, parameters: Mapping[str, Any]) -> None:
     """Run one of `scripts/` with torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launcher = [sys.executable, *torchrun, "--nproc-per-node", str(ranks)]
@@ -56,5 +55,10 @@ def _as_main(script: str, arguments: Sequence[str], parameters: str) -> None:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SM_", "SMP_", "SMPKIT_"))}
-    folders = [str(path) for path in (Path(folder).absolute() for folder in sys.path if folder) if path.is_dir()]
-    return {**kept, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**kept, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def python_path(*first: Path) -> str:
+    """Return the value of PYTHONPATH with which a process finds what this one does, and some folders first."""
+    paths = [*first, *[Path(folder).absolute() for folder in sys.path if folder]]
+    return os.pathsep.join(str(path) for path in paths if path.is_dir())

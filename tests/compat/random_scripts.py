@@ -70,25 +70,15 @@ class Drawn:
     model: str
     """`blocks`; `sequence`, torch's own encoder before an LSTM; or `gpt2` of Hugging Face, which tensor parallelism
     replaces by a DistributedTransformer."""
-    norm: str
-    tied: bool
-    repeated: bool
-    """Whether a block is called twice."""
-    optimizer: str
-    schedule: bool
-    clip: bool
-    accumulation: int
     checkpoint: str
     """`local`: smp.save of local state dicts; `whole`: of whole ones; `partial`, `full`: smp.save_checkpoint."""
-    dummies: str
-    recompute: str
-    manual: bool
-    optimizer_first: bool
-    inputs: str
     again: bool
     """Whether the second job saves, too, and a third goes on as the first one was."""
     settings: dict[str, Any]
     """Constants of the texts, by name; what they do is said where they are drawn."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.settings[name]
 
     @property
     def jobs(self) -> list[Job]:
@@ -110,25 +100,30 @@ class Drawn:
             return False
         sharded = job["sharded_data_parallel_degree"] > 1
         same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
-        one_backward = job["microbatches"] == self.accumulation == 1
+        one_backward = job["microbatches"] == self["ACCUMULATION"] == 1
         in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or one_backward))
-        elsewhere = (self.tied or self.repeated) and any(j["pipeline_parallel_degree"] > 1 for j in (self.first, job))
-        rounded = (
-            self.model != "blocks" or self.marked or self.clip or self.optimizer == "lamb" or self.settings["DROPOUT"]
-        )
+        uses_twice = self["TIED"] or self["REPEATED"]
+        elsewhere = uses_twice and any(j["pipeline_parallel_degree"] > 1 for j in (self.first, job))
+        rounded = self.model != "blocks" or self.marked or self["CLIP"] or self["DROPOUT"]
+        rounded = rounded or self["OPTIMIZER"] == "lamb"
         return same_parts and in_order and not (elsewhere or rounded or (sharded and self.half))
 
     def tolerance(self, job: Job) -> float:
         """By how much a loss of the job may differ, relative to the reference."""
         if self.same_arithmetic(job):
             return 0.0
-        if self.settings["DROPOUT"]:  # the reference has none
+        if self["DROPOUT"]:  # the reference has none
             return 0.5
-        if self.half and self.optimizer == "adagrad":  # its first steps are as large for what is all rounding
+        if self.half and self["OPTIMIZER"] == "adagrad":  # its first steps are as large for what is all rounding
             return 0.3
         if self.model == "gpt2":  # Hugging Face computes the loss in float32
             return 0.05 if self.half else 1e-4
         return {"fp64": 1e-8, "fp32": 1e-3}.get(self.precision, 0.05)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether the model has batch normalisation."""
+        return self.model != "gpt2" and self["NORM"] == "batch"
 
     @property
     def counts_batches_once(self) -> bool:
@@ -137,16 +132,16 @@ class Drawn:
         Torch's recomputation counts a batch twice, as the schedule has it; and how the calls of a layer that is called
         twice take turns over microbatches is the schedule's, too, which the first step of a job does not have yet.
         """
-        return self.model == "gpt2" or self.norm != "batch" or (self.recompute != "torch" and not self.repeated)
+        return not self.has_statistics or (self["RECOMPUTE"] != "torch" and not self["REPEATED"])
 
     def same_validation(self, job: Job) -> bool:
         """Tell whether a job's evaluation is that of the reference; running statistics are of a replica's own part."""
         is_alone = self.first.replicas == job.replicas == 1
-        return self.model == "gpt2" or self.norm != "batch" or (is_alone and self.counts_batches_once)
+        return not self.has_statistics or (is_alone and self.counts_batches_once)
 
     def repeats_validation(self, job: Job) -> bool:
         """Tell whether a job evaluates as the one before; a checkpoint has the running statistics of one replica."""
-        return self.same_validation(job) or (self.counts_batches_once and not self.settings["EVALUATED"])
+        return self.same_validation(job) or (self.counts_batches_once and not self["EVALUATED"])
 
     def repeats_to_the_bit(self, job: Job) -> bool:
         """Tell whether two runs of a job give the same bits.
@@ -158,8 +153,8 @@ class Drawn:
         others in its first step of a kind, and all in their order from then on.
         """
         departs = self.model == "sequence" and job["pipeline_parallel_degree"] > 1
-        in_turns = self.repeated and job.parameters.get("pipeline") in ("interleaved", "zero_bubble")
-        return not (departs or in_turns or (self.settings["FROZEN"] and job.replicas > 2))
+        in_turns = self["REPEATED"] and job.parameters.get("pipeline") in ("interleaved", "zero_bubble")
+        return not (departs or in_turns or (self["FROZEN"] and job.replicas > 2))
 
     @property
     def half(self) -> bool:
@@ -168,13 +163,13 @@ class Drawn:
 
     def script(self) -> str:
         """Return the script, for all jobs."""
-        pieces = [_IMPORTS, "import smdistributed.modelparallel.torch as smp\n", "place = smp.partition\n"]
-        return "\n".join([*pieces, self._constants(), self._model(), self._steps(), self._main()])
+        pieces = ["import smdistributed.modelparallel.torch as smp\n", "place = smp.partition\n"]
+        return "\n".join([_IMPORTS, *pieces, self._constants(), _MODELS[self.model], _COMMON, _SCRIPT])
 
     def reference(self) -> str:
         """Return the same training in plain PyTorch: `losses`, by step and microbatch, `validation` and `norms`."""
-        pieces = [_IMPORTS, "place = contextlib.nullcontext\n", self._constants(), self._model()]
-        return "\n".join([*pieces, self._optimizer(), _REFERENCE])
+        pieces = ["place = contextlib.nullcontext\n", self._constants(), _MODELS[self.model]]
+        return "\n".join([_IMPORTS, *pieces, _COMMON, _REFERENCE])
 
     def alone(self) -> str:
         """Say how to run the script without the test."""
@@ -185,81 +180,23 @@ class Drawn:
             lines.append(f"smpkit compat --parameters {given} -- {run}")
         return "".join(f"# {line}\n" for line in lines)
 
-    # --- pieces of the texts ------------------------------------------------------------------------------------------
-
     def _constants(self) -> str:
         scale = 2.0**8 if self.precision == "fp16" else 1.0
-        return (
-            f"SEED, STEPS, SAVED, ROWS, ACCUMULATION = {self.seed}, {STEPS}, {SAVED}, {ROWS}, {self.accumulation}\n"
-            f"DTYPE, HALF, SCALE = {PRECISIONS[self.precision]}, {self.half}, {scale}\n"
-            f"REPLICAS, MICROBATCHES = {self.first.replicas}, {self.first['microbatches']}\n"
-            f"CLIP, SCHEDULE, MARKED = {0.5 if self.clip else None}, {self.schedule}, {self.marked}\n"
-        ) + "".join(f"{name} = {value!r}\n" for name, value in self.settings.items())
+        constants: dict[str, Any] = {
+            "SEED": self.seed,
+            "STEPS": STEPS,
+            "SAVED": SAVED,
+            "ROWS": ROWS,
+            "HALF": self.half,
+            "SCALE": scale,
+        }
+        constants |= {"REPLICAS": self.first.replicas, "MICROBATCHES": self.first["microbatches"]}
+        constants |= {"MARKED": self.marked, "CHECKPOINT": self.checkpoint, **self.settings}
+        lines = [f"{name} = {value!r}\n" for name, value in constants.items()]
+        return "".join([f"DTYPE = {PRECISIONS[self.precision]}\n", *lines])
 
-    def _model(self) -> str:
-        if self.model != "blocks":
-            return {"gpt2": _GPT2, "sequence": _SEQUENCE + _LOSS}[self.model] + _DATA
-        norm = {"layer": "nn.LayerNorm(WIDTH)", "batch": "nn.BatchNorm1d(WIDTH)", "none": "nn.Identity()"}[self.norm]
-        tie = "self.head.weight = self.embedding.weight" if self.tied else "pass"
-        again = "x = self.blocks[0](x)" if self.repeated else "pass"
-        inside = "self.inside(x)"
-        if self.recompute == "torch":
-            inside = "torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)"
-        text = _BLOCKS.replace("NORM", norm).replace("TIE", tie).replace("AGAIN", again).replace("INSIDE", inside)
-        return text + _LOSS + _DATA
 
-    def _optimizer(self) -> str:
-        made = {
-            "adamw": "torch.optim.AdamW(parameters, lr=2e-2, weight_decay=0.1)",
-            "nadam": "torch.optim.NAdam(parameters, lr=2e-2)",
-            "amsgrad": "torch.optim.Adam(parameters, lr=2e-2, amsgrad=True)",
-            "adafactor": "torch.optim.Adafactor(parameters, lr=2e-2)",
-            "lamb": "optimizers.FusedLAMB(parameters, lr=2e-2)",
-            "sgd": "torch.optim.SGD(parameters, lr=0.1)",
-            "momentum": "torch.optim.SGD(parameters, lr=0.05, momentum=0.9)",
-            "adagrad": "torch.optim.Adagrad(parameters, lr=0.05)",
-        }[self.optimizer]
-        return (
-            "def make_optimizer(parameters):\n"
-            "    if LATER:\n"
-            "        parameters = [p for p in parameters if p.requires_grad]\n"
-            "    if GROUPED:\n"
-            "        parameters = list(parameters)\n"
-            "        large, small = ([p for p in parameters if (p.ndim > 1) == each] for each in (True, False))\n"
-            '        parameters = [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 1e-2}]\n'
-            f"    return {made}\n\n\n"
-            "def make_schedule(optimizer):\n"
-            "    if WARMED:\n"
-            "        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))\n"
-            "    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8 if SCHEDULE else 1.0)\n"
-        )
-
-    def _steps(self) -> str:
-        taken, batch = "tokens, target", '{"tokens": tokens, "target": target}'
-        if self.inputs == "dict":
-            taken = batch = "batch"
-        return self._optimizer() + _STEPS.replace("TAKEN", taken).replace("BATCH", batch)
-
-    def _main(self) -> str:
-        passed = "share" if self.inputs == "dict" else 'share["tokens"], share["target"]'
-        dummy = {
-            "same": "return share",
-            "none": 'return {"tokens": None, "target": None}',
-            "empty": 'return {"tokens": torch.empty(0), "target": torch.empty(0, dtype=torch.bool)}',
-            "other": 'return {"tokens": torch.zeros(3, 1), "target": None}',
-        }[self.dummies]
-        if self.checkpoint in ("partial", "full"):  # as of 2022, when there was one context for all
-            created = "smp.model_creation(tensor_parallelism=MARKED, dtype=None if HALF else DTYPE)"
-        else:
-            delayed = "smp.state.cfg.delayed_parameter_initialization"
-            created = f"smp.tensor_parallelism(MARKED), smp.delay_param_initialization({delayed})"
-        recompute = "pass"
-        if self.recompute == "smp":
-            recompute = "for layer in layers_of(model.get_module()):\n        smp.set_activation_checkpointing(layer)"
-        text = _MAIN.replace("PASSED", passed).replace("DUMMY", dummy).replace("CREATED", created)
-        text = text.replace("RECOMPUTE", recompute).replace("FIRST", "True" if self.optimizer_first else "False")
-        return text.replace("SAVE_IT", _SAVES[self.checkpoint]).replace("LOAD_IT", _LOADS[self.checkpoint])
-
+# --- the texts --------------------------------------------------------------------------------------------------------
 
 _IMPORTS: Final = """\
 import argparse
@@ -276,12 +213,13 @@ from smpkit.torch import optimizers
 
 _BLOCKS: Final = """\
 TOKENS, WIDTH = 24, 8
+NORMS = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = NORM
+        self.norm = NORMS[NORM](WIDTH)
         self.grow = nn.Linear(WIDTH, 2 * WIDTH)
         self.shrink = nn.Linear(2 * WIDTH, WIDTH)
 
@@ -289,7 +227,11 @@ class Block(nn.Module):
         return self.shrink(torch.tanh(self.grow(self.norm(x))))
 
     def forward(self, x):
-        return x + functional.dropout(INSIDE, DROPOUT, self.training)
+        if RECOMPUTE == "torch":
+            y = torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)
+        else:
+            y = self.inside(x)
+        return x + functional.dropout(y, DROPOUT, self.training)
 
 
 class Model(nn.Module):
@@ -301,11 +243,13 @@ class Model(nn.Module):
         with place(smp.pp_size() - 1 if "smp" in globals() else 0):
             self.last = Block()
             self.head = nn.Linear(WIDTH, TOKENS)
-        TIE
+        if TIED:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens, mask=None):
         x = self.blocks(self.embedding(tokens).sum(1))
-        AGAIN
+        if REPEATED:
+            x = self.blocks[0](x)
         return {"logits": self.head(self.last(x)), "mask": mask}
 
 
@@ -399,7 +343,9 @@ def loss_of(model, batch):
 
 """
 
-_DATA: Final = """\
+_MODELS: Final = {"blocks": _BLOCKS + _LOSS, "sequence": _SEQUENCE + _LOSS, "gpt2": _GPT2}
+
+_COMMON: Final = """\
 def batch_of(number, rows=ROWS):
     generator = torch.Generator().manual_seed(1000 * SEED + number)
     begin = torch.randint(TOKENS, (rows, 1), generator=generator)
@@ -440,32 +386,62 @@ def copy(parameters, values):
             parameter.copy_(value)
 
 
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-2, weight_decay=0.1),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=2e-2),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=2e-2, amsgrad=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=2e-2),
+    "lamb": lambda parameters: optimizers.FusedLAMB(parameters, lr=2e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+}
+
+
+def make_optimizer(parameters):
+    if LATER:
+        parameters = [p for p in parameters if p.requires_grad]
+    if GROUPED:
+        parameters = list(parameters)
+        large, small = ([p for p in parameters if (p.ndim > 1) == each] for each in (True, False))
+        parameters = [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 1e-2}]
+    return OPTIMIZERS[OPTIMIZER](parameters)
+
+
+def make_schedule(optimizer):
+    if WARMED:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8 if SCHEDULE else 1.0)
 """
 
-_STEPS: Final = """
+_SCRIPT: Final = """
+
+DUMMIES = {
+    "none": {"tokens": None, "target": None},
+    "empty": {"tokens": torch.empty(0), "target": torch.empty(0, dtype=torch.bool)},
+    "other": {"tokens": torch.zeros(3, 1), "target": None},
+}
+
 
 @smp.step
-def train_step(model, TAKEN):
-    loss = loss_of(model, BATCH)
+def train_step(model, tokens, target=None):
+    loss = loss_of(model, tokens if IN_ONE else {"tokens": tokens, "target": target})
     model.backward(loss / ACCUMULATION)
     return {"loss": loss, "log": [loss.detach() * 2, None]} if IN_DICT else loss
 
 
 @smp.step
-def test_step(model, TAKEN):
-    return loss_of(model, BATCH)
+def test_step(model, tokens, target=None):
+    return loss_of(model, tokens if IN_ONE else {"tokens": tokens, "target": target})
 
 
-"""
-
-_MAIN: Final = """\
 def share_of(number, rows=ROWS):
     prescaled = smp.state.cfg.prescaled_batch
     rank, size = (smp.rdp_rank(), smp.rdp_size()) if prescaled else (smp.dp_rank(), smp.dp_size())
     share = {name: part.chunk(size)[rank] for name, part in batch_of(number, rows).items()}
-    if smp.pp_rank() > 0:
-        DUMMY
-    return share
+    share = DUMMIES.get(DUMMY, share) if smp.pp_rank() > 0 else share
+    return [share] if IN_ONE else [share["tokens"], share["target"]]
 
 
 def everywhere(output):
@@ -477,9 +453,8 @@ def everywhere(output):
 
 def evaluate(model):
     model.eval()
-    share = share_of(0, FEWER)
     with torch.no_grad():
-        losses = everywhere(test_step(model, PASSED))
+        losses = everywhere(test_step(model, *share_of(0, FEWER)))
     model.train()
     return losses
 
@@ -493,6 +468,40 @@ def clip(model, optimizer):
         smp.clip_grad_norm_(model.parameters(), CLIP)
 
 
+def save(model, optimizer, content, args):
+    if CHECKPOINT == "partial":
+        smp.save_checkpoint(args.folder, TAG.format(content["step"]), partial=True, user_content=content, **HOW)
+    elif CHECKPOINT == "full":
+        smp.save_checkpoint(args.folder, "half", partial=False, user_content=content)
+    elif CHECKPOINT == "whole":
+        content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if smp.rank() == 0:
+            smp.save(content, args.folder + ".pt", partial=False)
+        smp.barrier()
+    else:
+        sharded = smp.state.cfg.shard_optimizer_state or smp.state.cfg.sharded_data_parallel_degree > 1
+        states = optimizer.local_state_dict(gather_if_shard=False)
+        content |= {"model": model.local_state_dict(), "optimizer": states}
+        if sharded or smp.rdp_rank() == 0:
+            smp.save(content, args.folder + ".pt", partial=True, v3=sharded)
+        smp.barrier()
+
+
+def load(model, optimizer, args):
+    if CHECKPOINT == "partial":
+        return smp.resume_from_checkpoint(args.folder, partial=True)
+    if CHECKPOINT == "full":
+        return smp.resume_from_checkpoint(args.folder, tag="half", partial=False, load_optimizer=False)
+    content = smp.load(args.folder + ".pt", partial=CHECKPOINT == "local")
+    model.load_state_dict(content["model"])
+    states = content["optimizer"]
+    if CHECKPOINT == "local":
+        optimizer.load_state_dict(states)
+    else:
+        model.register_post_step_hook(lambda model, optimizer: optimizer.load_state_dict(states))
+    return content
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume", type=int, default=0)
@@ -502,20 +511,27 @@ def main():
     args, _ = parser.parse_known_args()
     smp.init()
     torch.cuda.set_device(smp.local_rank())
-    with CREATED:
+    with contextlib.ExitStack() as contexts:
+        if CHECKPOINT in ("partial", "full"):  # as of 2022, when there was one context for all
+            contexts.enter_context(smp.model_creation(tensor_parallelism=MARKED, dtype=None if HALF else DTYPE))
+        else:
+            contexts.enter_context(smp.tensor_parallelism(MARKED))
+            contexts.enter_context(smp.delay_param_initialization(smp.state.cfg.delayed_parameter_initialization))
         module = build()
     if not HALF:
         module = module.to(DTYPE)
     if not MARKED:  # a module that is replaced has other parameters
         freeze(module, 0)
-    inner = make_optimizer(module.parameters()) if FIRST else None
+    inner = make_optimizer(module.parameters()) if OPTIMIZER_FIRST else None
     model = smp.DistributedModel(module, backward_passes_per_step=ACCUMULATION)
     optimizer = smp.DistributedOptimizer(inner or make_optimizer(model.parameters()), static_loss_scale=SCALE)
     schedule = make_schedule(optimizer.optimizer if smp.state.cfg.fp16 else optimizer)
-    RECOMPUTE
+    if RECOMPUTE == "smp":
+        for layer in layers_of(model.get_module()):
+            smp.set_activation_checkpointing(layer)
     step = 0
     if args.resume:
-        LOAD_IT
+        content = load(model, optimizer, args)
         step = content["step"]
         schedule.load_state_dict(content["schedule"])
     else:
@@ -527,13 +543,11 @@ def main():
         freeze(model.get_module(), step)
         thaw(model.get_module(), optimizer, step)
         for turn in passes_of(step) if step == LEFT_OUT else ():
-            share = share_of(step * ACCUMULATION + turn)
-            train_step(model, PASSED)
+            train_step(model, *share_of(step * ACCUMULATION + turn))
         optimizer.zero_grad(set_to_none=TO_NONE)
         losses.append([])
         for turn in passes_of(step):
-            share = share_of(step * ACCUMULATION + turn)
-            losses[-1] += everywhere(train_step(model, PASSED))
+            losses[-1] += everywhere(train_step(model, *share_of(step * ACCUMULATION + turn)))
         norms.append(float(smp.clip_grad_norm_(model, float("inf"))))
         if DECAYED:
             decay(model.parameters())
@@ -546,7 +560,7 @@ def main():
             average = dict(zip(weights, averaged(average and average.values(), weights.values())))
         if step == SAVED + args.resume or (OFTEN and step < SAVED + args.resume):
             content = {"step": step, "schedule": schedule.state_dict(), "args": args}
-            SAVE_IT
+            save(model, optimizer, content, args)
     if AVERAGED and BY_NAME:
         model.load_state_dict(average)
     elif AVERAGED:
@@ -561,38 +575,6 @@ def main():
 if __name__ == "__main__":
     main()
 """
-
-_SAVES: Final = {
-    "local": """\
-sharded = smp.state.cfg.shard_optimizer_state or smp.state.cfg.sharded_data_parallel_degree > 1
-            states = optimizer.local_state_dict(gather_if_shard=False)
-            content |= {"model": model.local_state_dict(), "optimizer": states}
-            if sharded or smp.rdp_rank() == 0:
-                smp.save(content, args.folder + ".pt", partial=True, v3=sharded)
-            smp.barrier()""",
-    "whole": """\
-content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            if smp.rank() == 0:
-                smp.save(content, args.folder + ".pt", partial=False)
-            smp.barrier()""",
-    "partial": "smp.save_checkpoint(args.folder, TAG.format(step), partial=True, user_content=content, **HOW)",
-    "full": 'smp.save_checkpoint(args.folder, "half", partial=False, user_content=content)',
-}
-
-_LOADS: Final = {
-    "local": """\
-content = smp.load(args.folder + ".pt", partial=True)
-        model.load_state_dict(content["model"])
-        optimizer.load_state_dict(content["optimizer"])""",
-    "whole": """\
-content = smp.load(args.folder + ".pt", partial=False)
-        model.load_state_dict(content["model"])
-        states = content["optimizer"]
-        model.register_post_step_hook(lambda model, optimizer: optimizer.load_state_dict(states))""",
-    "partial": "content = smp.resume_from_checkpoint(args.folder, partial=True)",
-    "full": """\
-content = smp.resume_from_checkpoint(args.folder, tag="half", partial=False, load_optimizer=False)""",
-}
 
 _REFERENCE: Final = """
 
@@ -725,6 +707,9 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
     if model == "blocks" and more.random() < 0.25 and not delayed:  # nn.MultiheadAttention cannot be made later
         model, norm = "sequence", "none"
     settings = {
+        "NORM": norm,
+        "RECOMPUTE": recompute,
+        "CLIP": 0.5 if clip else None,
         "GROUPED": some(0.3),  # biases and norms are a parameter group of their own
         "FROZEN": chance.choice([0, 0, 0, 1, 2, 3]),  # for so many steps the first block is not trained
         "AVERAGED": some(0.2),  # what is evaluated in the end is a moving average of weights
@@ -754,29 +739,19 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         and more.random() < 0.7
     )
     settings["WARMED"] = settings["WARMED"] and not settings["LATER"]  # which knows as many groups as it began with
-    return Drawn(
-        seed=seed,
-        first=first,
-        second=second,
-        precision=precision,
-        model=model,
-        norm=norm,
-        tied=some(0.2),
-        repeated=some(0.2),
-        optimizer="sgd" if checkpoint == "full" else chance.choice(optimizers),
+    settings |= {
+        "TIED": some(0.2),
+        "REPEATED": some(0.2),  # a block is called twice
+        "OPTIMIZER": "sgd" if checkpoint == "full" else chance.choice(optimizers),
         # A whole checkpoint has no optimizer, so the schedule would begin at another learning rate.
-        schedule=checkpoint != "full" and some(0.6),
-        clip=clip,
-        accumulation=2 if some(0.25) else 1,
-        checkpoint=checkpoint,
-        dummies=chance.choice(["same", "none", "empty", "other"]),
-        recompute=recompute,
-        manual=manual,
-        optimizer_first=some(0.3) and first["tensor_parallel_degree"] * second["tensor_parallel_degree"] == 1,
-        inputs=chance.choice(["dict", "tensors"]),
-        again=some(0.25) and not settings["AVERAGED"],  # an average begins after the first checkpoint
-        settings=settings,
-    )
+        "SCHEDULE": checkpoint != "full" and some(0.6),
+        "ACCUMULATION": 2 if some(0.25) else 1,
+        "DUMMY": chance.choice(["same", "none", "empty", "other"]),  # what later pipeline ranks pass
+        "OPTIMIZER_FIRST": some(0.3) and first["tensor_parallel_degree"] * second["tensor_parallel_degree"] == 1,
+        "IN_ONE": chance.choice([True, False]),  # a step takes a dict, not tensors
+    }
+    again = some(0.25) and not settings["AVERAGED"]  # an average begins after the first checkpoint
+    return Drawn(seed, first, second, precision, model, checkpoint, again, settings)
 
 
 def _job(

@@ -17,96 +17,63 @@ _LAYER = """
     pre_layernorm=False, post_layernorm=True, *, use_alibi=False, alibi_bias_max=8
 """
 
+_WITHOUT_ARGUMENTS = {
+    "": """
+    is_initialized is_tracing rank size local_rank local_size mp_rank mp_size pp_rank pp_size tp_rank tp_size
+    rdp_rank rdp_size dp_rank dp_size get_mp_group get_dp_group get_tp_group get_pp_group get_rdp_group
+    get_world_process_group get_mp_process_group get_dp_process_group get_tp_process_group get_pp_process_group
+    get_rdp_process_group dp_barrier mp_barrier
+    """,
+    "StepOutput.": """
+    reduce_mean reduce_sum concat stack
+    """,
+    "DistributedModel.": """
+    eval get_module cpu join local_parameters local_named_parameters local_buffers local_named_buffers local_modules
+    local_named_modules local_state_dict distributed_modules default_reducer_named_parameters
+    scaled_batch_reducer_named_parameters virtual_named_parameters
+    """,
+    "DistributedOptimizer.": """
+    state_dict orig_state_dict init_master_params reload_model_params param_name_to_index _param_id_to_index
+    _param_index_to_param_local
+    """,
+}
+"""By what stands before them, the names of calls that take nothing."""
+
 SIGNATURES = f"""\
 init(config=None)
-is_initialized()
-is_tracing()
-rank()
-size()
-local_rank()
-local_size()
-mp_rank()
-mp_size()
-pp_rank()
-pp_size()
-tp_rank()
-tp_size()
-rdp_rank()
-rdp_size()
-dp_rank()
-dp_size()
-get_mp_group()
-get_dp_group()
-get_tp_group()
-get_pp_group()
-get_rdp_group()
-get_world_process_group()
-get_mp_process_group()
-get_dp_process_group()
-get_tp_process_group()
-get_pp_process_group()
-get_rdp_process_group()
 
 broadcast(obj, group)
 send(obj, dest_rank, rank_type)
 recv_from(src_rank, rank_type)
 allgather(obj, group)
 barrier(group=...)
-dp_barrier()
-mp_barrier()
 
 step(*, non_split_inputs=..., input_split_axes=..., detach_outputs=True)
-StepOutput.reduce_mean()
-StepOutput.reduce_sum()
-StepOutput.concat()
-StepOutput.stack()
 
 DistributedModel(module, trace_device="gpu", trace_execution_times=False, overlapping_allreduce=True, \
     backward_passes_per_step=1, average_grads_across_microbatches=True, bucket_cap_mb=25, trace_memory_usage=False, \
     broadcast_buffers=True, gradient_as_bucket_view=False, find_unused_parameters=...)
 DistributedModel.backward(tensors, grad_tensors=None)
 DistributedModel.train(mode=True)
-DistributedModel.eval()
-DistributedModel.get_module()
-DistributedModel.cpu()
 DistributedModel.to(device)
-DistributedModel.join()
-DistributedModel.local_parameters()
-DistributedModel.local_named_parameters()
-DistributedModel.local_buffers()
-DistributedModel.local_named_buffers()
-DistributedModel.local_modules()
-DistributedModel.local_named_modules()
-DistributedModel.local_state_dict()
 DistributedModel.state_dict(*, gather_to_rank0=False)
 DistributedModel.load_state_dict(state_dict, strict=True, same_partition_load=False)
 DistributedModel.register_post_partition_hook(hook)
 DistributedModel.register_post_step_hook(hook)
 DistributedModel.register_comm_hook(state, callable)
 DistributedModel._register_comm_hook(state, callable)
-DistributedModel.distributed_modules()
 DistributedModel.is_distributed_parameter(parameter)
 DistributedModel.is_distributed_buffer(buffer)
 DistributedModel.is_scaled_batch_parameter(parameter)
 DistributedModel.is_scaled_batch_buffer(buffer)
-DistributedModel.default_reducer_named_parameters()
-DistributedModel.scaled_batch_reducer_named_parameters()
-DistributedModel.virtual_named_parameters()
 
 DistributedOptimizer(optimizer, static_loss_scale=1.0, dynamic_loss_scale=False, *, dynamic_loss_args=...)
 DistributedOptimizer.step(closure=None)
 DistributedOptimizer.zero_grad(*, set_to_none=...)
 DistributedOptimizer.add_param_group(param_group)
-DistributedOptimizer.state_dict()
 DistributedOptimizer.local_state_dict(gather_if_shard=True)
-DistributedOptimizer.orig_state_dict()
 DistributedOptimizer.load_state_dict(state_dict)
 DistributedOptimizer.clip_master_grads(max_norm, norm_type=2)
-DistributedOptimizer.init_master_params()
-DistributedOptimizer.reload_model_params()
-DistributedOptimizer.param_name_to_index()
-DistributedOptimizer._param_id_to_index()
-DistributedOptimizer._param_index_to_param_local()
 amp.GradScaler(*, init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True)
 optimizers.FusedAdam(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, \
     weight_decay=0.0, amsgrad=False, set_grad_none=True)
@@ -168,7 +135,9 @@ nn.huggingface.gpt2.translate_hf_state_dict_to_smdistributed(sd, max_seq_len=Non
 nn.huggingface.gptj.translate_hf_gptj_state_dict_to_smdistributed_gptj(sd, max_seq_len=None)
 nn.huggingface.gptj.translate_gptj_state_dict_to_smdistributed(sd, max_seq_len=None)
 nn.huggingface.roberta.translate_state_dict_to_smdistributed(sd, max_seq_len=None)
-""" + "".join(
+"""
+SIGNATURES += "".join(f"{owner}{name}()\n" for owner, names in _WITHOUT_ARGUMENTS.items() for name in names.split())
+SIGNATURES += "".join(
     f"nn.huggingface.{family}.translate_state_dict_to_hf_{family}(sd, max_seq_len=None)\n"
     f"nn.huggingface.{family}.translate_hf_state_dict_to_smdistributed_{family}(sd, max_seq_len=None)\n"
     for family in ("bert", "gpt2", "gptj", "gptneo", "roberta")

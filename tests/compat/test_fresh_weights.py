@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +16,15 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
 from smpkit.errors import UsageError
+from tests.models import Case, made_by_transformers, tokens
+from tests.models_of_others import DIVIDED, TEXT_STEP
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
+from tests.train import Way, batch, training, world
 
-STEPS = 3
+SIZES = {**DIVIDED, "vocab_size": 96, "hidden_size": 32, "initializer_range": 0.05, "use_cache": False}
+gpt2: Any = partial(made_by_transformers, "GPT2", "LMHeadModel", SIZES)
+POSITIONS = "transformer.wpe.weight"
 
 
 def import_v1() -> None:
@@ -26,71 +32,44 @@ def import_v1() -> None:
     importlib.import_module("smdistributed.modelparallel.torch")
 
 
-def start(degree: int = 1, **more: Any) -> None:
-    import_v1()
-    smp.init({"tensor_parallel_degree": degree, "ddp": True, "microbatches": 1, "prescaled_batch": True, **more})
+def way_of(tensor: int, pipeline: int = 1, **config: Any) -> Way:
+    return Way(pipeline, tensor=tensor, microbatches=1, optimizer="AdamW", config={"prescaled_batch": True, **config})
 
 
-def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    off: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    off |= {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.05}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=12, n_embd=32, n_layer=2, n_head=4, **off))
-
-
-def tokens(step: int) -> torch.Tensor:
-    return torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(step))
-
-
-@smp.step
-def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=x, attention_mask=torch.ones_like(x), labels=x)["loss"]
-    model.backward(loss)
-    return loss
-
-
-def train(degree: int, pipeline: int, seed: int, marks_late: bool, half: bool) -> list[float]:
-    """Return the losses; the ranks of a tensor-parallel group may have any seeds but that of the first."""
+def marked(seed: int, late: bool, half: bool) -> nn.Module:
+    """Make a model to be divided; the ranks of a tensor-parallel group may have any seeds but that of the first."""
     from transformers import PreTrainedModel
 
-    start(degree, pipeline_parallel_degree=pipeline)
     torch.manual_seed(seed if smp.tp_rank() == 0 else 77)
     switched_off = mock.patch.object(PreTrainedModel, "init_weights", return_value=None)  # as public scripts do it
-    with switched_off, smp.tensor_parallelism(enabled=not marks_late):
+    with switched_off, smp.tensor_parallelism(enabled=not late):
         module = gpt2()
-    if marks_late:
+    if late:
         smp.set_tensor_parallelism(module)
-    if half:
-        module = module.half().float()  # moved and cast, but not written
-    model: Any = smp.DistributedModel(module)
-    embedding, norm = model.get_module().word_embedding.weight, model.get_module().layernorm
-    assert embedding.std().item() == pytest.approx(0.05, rel=0.1)
-    assert torch.equal(norm.weight, torch.ones(32))
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(train_step(model, tokens(0)).reduce_mean().item())
-        optimizer.step()
-    smp.shutdown()
-    return losses
+    return module.half().float() if half else module  # moved and cast, but not written
 
 
-def train_all(*cases: tuple[int, int, int, bool, bool]) -> list[list[float]]:
-    return [train(*case) for case in cases]
+def losses(way: Way, *how: Any) -> list[float]:
+    import_v1()
+    case = Case(partial(marked, *how), tokens, TEXT_STEP, torch.float32)
+    with training(case, way) as trained:
+        module: Any = trained.model.get_module()
+        assert module.word_embedding.weight.std().item() == pytest.approx(0.05, rel=0.1)
+        assert torch.equal(module.layernorm.weight, torch.ones(32))
+        return [trained.step(*batch(case, 0, 4)).reduce_mean().item() for _ in range(3)]
 
 
 def test_scripts_that_switch_initialisation_off_train_one_model_at_every_degree() -> None:
-    other, losses = run_ranks(train_all, 1, (1, 1, 6, False, False), (1, 1, 5, True, True))[0]
-    assert losses[-1] < losses[0]
-    assert other != losses
-    for of_rank in (
-        *run_ranks(train_all, 2, (2, 1, 5, True, False), (1, 2, 5, False, False)),
-        *run_ranks(train_all, 4, (2, 2, 5, False, True)),
+    [other] = run_ranks(losses, 1, way_of(1), 6, False, False)
+    [expected] = run_ranks(losses, 1, way_of(1), 5, True, True)
+    assert expected[-1] < expected[0]
+    assert other != expected
+    for found in (
+        *run_ranks(losses, 2, way_of(2), 5, True, False),
+        *run_ranks(losses, 2, way_of(1, pipeline=2), 5, False, False),
+        *run_ranks(losses, 4, way_of(2, pipeline=2), 5, False, True),
     ):
-        for each in of_rank:
-            assert each == pytest.approx(losses, rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 # --- what the script has loaded stays ---------------------------------------------------------------------------------
@@ -103,91 +82,77 @@ def test_what_was_loaded_stays(tmp_path: Path) -> None:
     import_v1()
     torch.manual_seed(1)
     gpt2().save_pretrained(tmp_path)
-    for way in ("from_pretrained", "load_state_dict", "a part", "assign"):
-        start(2)
-        with smp.tensor_parallelism():
-            module: Any = GPT2LMHeadModel.from_pretrained(tmp_path) if way == "from_pretrained" else gpt2()
-        if way == "a part":
-            module.transformer.load_state_dict(gpt2().transformer.state_dict())
-        elif way != "from_pretrained":
-            module.load_state_dict(gpt2().state_dict(), assign=way == "assign")
-        expected = {name: value.clone() for name, value in module.state_dict().items()}
-        kept = smp.DistributedModel(module).original_state_dict()
-        for name, value in kept.items():
-            assert torch.equal(value, expected[name]), (way, name)
-        smp.shutdown()
+    for how in ("from_pretrained", "load_state_dict", "a part", "assign"):
+        with world(way_of(2)):
+            with smp.tensor_parallelism():
+                module: Any = GPT2LMHeadModel.from_pretrained(tmp_path) if how == "from_pretrained" else gpt2()
+            if how == "a part":
+                module.transformer.load_state_dict(gpt2().transformer.state_dict())
+            elif how != "from_pretrained":
+                module.load_state_dict(gpt2().state_dict(), assign=how == "assign")
+            expected = {name: value.clone() for name, value in module.state_dict().items()}
+            for name, value in smp.DistributedModel(module).original_state_dict().items():
+                assert torch.equal(value, expected[name]), (how, name)
 
 
-def one_rank_loads(loading: int) -> None:
+@pytest.mark.parametrize("loading", [0, 1])
+@on_ranks(2)
+def test_what_one_rank_has_loaded_stays_if_it_is_the_first(loading: int) -> None:
     """The first rank's weights are those of all, so only what it has loaded can be kept."""
-    start(2)
-    torch.manual_seed(2)
-    with smp.tensor_parallelism():
-        module, other = gpt2(), gpt2()
-    if smp.tp_rank() == loading:
-        module.load_state_dict(other.state_dict())
-    if loading:
-        with pytest.raises(UsageError, match="weights were loaded into `the model` on rank 1, but not on rank 0"):
-            smp.DistributedModel(module)
-    else:
-        kept = smp.DistributedModel(module).original_state_dict()
-        assert torch.equal(kept["transformer.wpe.weight"], other.state_dict()["transformer.wpe.weight"])
-    smp.shutdown()
-
-
-def keywords() -> None:
-    for config, argument, fresh in [
-        ({}, None, True),
-        ({}, False, False),
-        ({"_match_weights": True}, None, False),
-        ({"_match_weights": True}, True, True),
-    ]:
-        start(1, **config)
+    import_v1()
+    with world(way_of(2)):
+        torch.manual_seed(2)
         with smp.tensor_parallelism():
-            module = gpt2()
-        before = module.state_dict()["transformer.wpe.weight"].clone()
-        after = smp.DistributedModel(module, fresh_weights=argument).original_state_dict()["transformer.wpe.weight"]
-        assert torch.equal(before, after) is not fresh, (config, argument)
-        smp.shutdown()
+            module, other = gpt2(), gpt2()
+        if smp.tp_rank() == loading:
+            module.load_state_dict(other.state_dict())
+        if loading:
+            with pytest.raises(UsageError, match="weights were loaded into `the model` on rank 1, but not on rank 0"):
+                smp.DistributedModel(module)
+        else:
+            kept = smp.DistributedModel(module).original_state_dict()
+            assert torch.equal(kept[POSITIONS], other.state_dict()[POSITIONS])
 
 
-def single_modules() -> None:
-    """Modules of one class draw different weights; one that was loaded keeps its own."""
-    start(1)
-    with smp.tensor_parallelism():
-        module = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), "table": nn.Embedding(8, 8)})
-        table: Any = module["table"]
-        table.load_state_dict({"weight": torch.ones(8, 8)})
-    first: Any = module["first"]
-    before = first.weight.detach().clone()
-    model: Any = smp.DistributedModel(module).get_module()
-    assert not torch.equal(model["first"].weight, before)
-    assert not torch.equal(model["first"].weight, model["second"].weight)
-    assert torch.equal(model["table"].weight, torch.ones(8, 8))
-
-
-def elsewhere() -> None:
-    """Scripts of `smpkit.torch` keep their weights, and may ask for fresh ones."""
-    for asked in (None, True):
-        smp.init({"tensor_parallel_degree": 2, "ddp": True})
+def draws(way: Way, fresh_weights: bool | None) -> bool:
+    """Return whether a model got other weights than the script had made."""
+    with world(way):
         torch.manual_seed(4)
         with smp.tensor_parallelism():
             module = gpt2()
-        before = module.state_dict()["transformer.wpe.weight"].clone()
-        after = smp.DistributedModel(module, fresh_weights=asked).original_state_dict()["transformer.wpe.weight"]
-        assert torch.equal(before, after) is (asked is None)
-        smp.shutdown()
+        before = module.state_dict()[POSITIONS].clone()
+        after = smp.DistributedModel(module, fresh_weights=fresh_weights).original_state_dict()
+        return not torch.equal(before, after[POSITIONS])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "decide", "arguments"),
-    [
-        (1, keywords, ()),
-        (1, single_modules, ()),
-        (2, elsewhere, ()),
-        (2, one_rank_loads, (0,)),
-        (2, one_rank_loads, (1,)),
-    ],
-)
-def test_who_decides(ranks: int, decide: Any, arguments: tuple[int, ...]) -> None:
-    run_ranks(decide, ranks, *arguments)
+@on_ranks(1)
+def test_a_script_may_keep_its_weights_and_have_fresh_ones() -> None:
+    import_v1()
+    kept = way_of(1, _match_weights=True)
+    assert draws(way_of(1), None)
+    assert not draws(way_of(1), False)
+    assert not draws(kept, None)
+    assert draws(kept, True)
+
+
+@on_ranks(1)
+def test_modules_of_one_class_draw_different_weights_and_one_that_was_loaded_keeps_its_own() -> None:
+    import_v1()
+    with world(way_of(1)):
+        with smp.tensor_parallelism():
+            module: Any = nn.ModuleDict(
+                {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), "table": nn.Embedding(8, 8)}
+            )
+            module["table"].load_state_dict({"weight": torch.ones(8, 8)})
+        before = module["first"].weight.clone()
+        model: Any = smp.DistributedModel(module).get_module()
+        assert not torch.equal(model["first"].weight, before)
+        assert not torch.equal(model["first"].weight, model["second"].weight)
+        assert torch.equal(model["table"].weight, torch.ones(8, 8))
+
+
+@on_ranks(2)
+def test_scripts_of_smpkit_keep_their_weights_unless_they_ask_for_fresh_ones() -> None:
+    way = Way(replicas=2, tensor=2)
+    assert not draws(way, None)
+    assert draws(way, True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 
 from smpkit.drop_in import STARTUP_PATH, after_import, removed_names
 from smpkit.errors import UnsupportedError
-from tests.compat.commands import run_compat
+from tests.compat.commands import python_path, run_compat
 from tests.torch.steps import on_ranks
 
 
@@ -136,7 +135,7 @@ def test_names_are_added_to_modules_that_lack_them(tmp_path: Path) -> None:
         "assert hidden_one_ran\n"
     )
     shims = str(Path(after_import.__file__).parent)
-    said = run_compat(sys.executable, "-c", code, shims, env=_in_front(tmp_path))
+    said = run_compat(sys.executable, "-c", code, shims, env={"PYTHONPATH": python_path(tmp_path)})
     assert "`apex` is not installed" not in said
 
 
@@ -150,8 +149,3 @@ def test_load_metric_names_the_package_that_has_it_now(monkeypatch: pytest.Monke
 def test_an_interpreter_without_smpkit_starts_as_ever(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(STARTUP_PATH)!r}); sys.modules['smpkit'] = None; import sitecustomize"
     subprocess.run([sys.executable, "-I", "-c", code], check=True, cwd=tmp_path)
-
-
-def _in_front(folder: Path) -> dict[str, str]:
-    folders = [str(folder), *(str(Path(each).absolute()) for each in sys.path if each and Path(each).is_dir())]
-    return {"PYTHONPATH": os.pathsep.join(folders)}

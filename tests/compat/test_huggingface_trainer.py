@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,15 +31,12 @@ def _train(
     folder: Path,
     *arguments: str,
     ranks: int = 1,
-    parameters: dict[str, Any] | None = None,
-    through_compat: bool = False,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
+    run: Callable[..., None] = run_on_ranks,
 ) -> dict[str, Any]:
     report = folder / f"report-{ranks}-{len(list(folder.glob('report*')))}.json"
     given = ("--output_dir", str(folder / f"out-{ranks}"), "--report", str(report), *arguments)
-    if through_compat:
-        run_script(SCRIPT, *given, ranks=ranks, parameters=parameters)
-    else:
-        run_on_ranks(SCRIPT, *given, ranks=ranks, parameters=parameters or {})
+    run(SCRIPT, *given, ranks=ranks, parameters=parameters)
     result: dict[str, Any] = json.loads(report.read_text())
     return result
 
@@ -74,7 +72,7 @@ def test_a_pipeline_with_replicas_trains_as_one_process(tmp_path: Path) -> None:
 def test_a_pipeline_of_divided_modules_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     alone = _train(tmp_path)
     divided = {**PIPELINE, "tensor_parallel_degree": 2, "prescaled_batch": True, "_match_weights": True}
-    _same(alone, _train(tmp_path, "--tensor_parallel", "1", ranks=4, parameters=divided, through_compat=True))
+    _same(alone, _train(tmp_path, "--tensor_parallel", "1", ranks=4, parameters=divided, run=run_script))
     _same_weights(tmp_path / "out-1", tmp_path / "out-4")
 
 

@@ -2,83 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import smpkit.torch as smp
-from tests.compat.test_fresh_weights import gpt2 as small_gpt2
-from tests.compat.test_fresh_weights import import_v1, tokens, train_step
+from tests.compat.test_fresh_weights import gpt2, import_v1, way_of
+from tests.models import Case, tokens
+from tests.models_of_others import TEXT_STEP
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-
-STEPS = 4
-
-
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    return small_gpt2().double()
+from tests.train import Training, Way, reference, training, world
 
 
-def train(degree: int, folder: str, v1: bool, save_at: int, resume: bool) -> tuple[list[float], list[str]]:
-    """Return the losses, and the names of the first parameters."""
-    if v1:
-        import_v1()
-    parameters = {"tensor_parallel_degree": degree, "ddp": True, "microbatches": 1, "prescaled_batch": True}
-    smp.init({**parameters, "_match_weights": True})
+def marked() -> nn.Module:
     with smp.tensor_parallelism():
-        module = gpt2()
-    model: Any = smp.DistributedModel(module) if v1 else smp.DistributedModel(module, replace_at_degree_1=True)
-    assert len(model.get_module().transformer.seq_layers) == 2
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    start = smp.resume_from_checkpoint(folder, tag="half")["step"] if resume else 0
+        return gpt2()
+
+
+CASE, PLAIN = (Case(build, tokens, TEXT_STEP) for build in (marked, gpt2))
+Found = tuple[list[float], list[str]]
+"""The losses, and the names of the first parameters."""
+
+
+def train(trained: Training, numbers: range, folder: Path) -> Found:
+    """Train on some batches, saving after the second."""
     losses = []
-    for step in range(start, STEPS):
-        optimizer.zero_grad()
-        losses.append(train_step(model, tokens(step)).reduce_mean().item())
-        optimizer.step()
-        if step + 1 == save_at:
-            smp.save_checkpoint(folder, "half", user_content={"step": step + 1})
+    for number in numbers:
+        losses.append(trained.run(number)[0].item())
+        if number == 1:
+            smp.save_checkpoint(folder, "half")
             smp.save_checkpoint(folder, "whole", partial=False)
-    return losses, [name for name, _ in model.named_parameters()][:3]
+    module: Any = trained.model.get_module()
+    assert len(module.transformer.seq_layers) == 2
+    return losses, [name for name, _ in trained.model.named_parameters()][:3]
 
 
-def plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses of plain PyTorch, and the weights after two steps."""
-    model, losses = gpt2(), []
-    optimizer, half = torch.optim.AdamW(model.parameters(), lr=1e-2), {}
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens(step), attention_mask=torch.ones(4, 12), labels=tokens(step))["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step == 1:
-            half = {name: value.clone() for name, value in model.state_dict().items()}
-    return losses, half
+def save(way: Way, folder: Path) -> Found:
+    import_v1()
+    with training(CASE, way) as trained:
+        return train(trained, range(4), folder)
+
+
+def resume(way: Way, folder: Path) -> Found:
+    with training(CASE, way) as trained:
+        smp.resume_from_checkpoint(folder, tag="half")
+        return train(trained, range(2, 4), folder)
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1)])
 def test_one_model_at_every_degree(saved: int, resumed: int, tmp_path: Path) -> None:
-    [(losses, half)] = run_ranks(plainly, 1)
-    first = run_ranks(train, saved, saved, str(tmp_path), True, 2, False)
-    then = run_ranks(train, resumed, resumed, str(tmp_path), False, 0, True)
-    for each in first:
-        assert each[0] == pytest.approx(losses, rel=1e-6)  # Hugging Face computes the loss in float32
-    for each in then:
-        assert each[0] == pytest.approx(losses[2:], rel=1e-6)
-        assert each[1] == first[0][1]
+    way = replace(way_of(saved, _match_weights=True), batches=(8,) * 4)
+    losses = [each.item() for [each] in reference(PLAIN, way)[0].outputs]
+    [half] = reference(PLAIN, replace(way, batches=(8,) * 2))
+    first = run_ranks(save, saved, way, tmp_path)
+    then = run_ranks(resume, resumed, replace(way, tensor=resumed, model={"replace_at_degree_1": True}), tmp_path)
+    for found, _ in first:
+        assert found == pytest.approx(losses, rel=1e-6)  # Hugging Face computes the loss in float32
+    for found, names in then:
+        assert found == pytest.approx(losses[2:], rel=1e-6)
+        assert names == first[0][1]
     whole = torch.load(tmp_path / "whole", weights_only=True)  # with the names of the script's own model
-    assert whole.keys() >= half.keys() - {"lm_head.weight"}
-    for name, value in half.items():
+    assert whole.keys() >= half.values.keys() - {"lm_head.weight"}
+    for name, value in half.values.items():
         torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(1)
 def test_elsewhere_one_rank_keeps_the_modules_of_the_script() -> None:
-    smp.init()
-    with smp.tensor_parallelism():
-        module = gpt2()
-    assert type(smp.DistributedModel(module).module).__name__ == "GPT2LMHeadModel"
+    with world(Way()):
+        assert type(smp.DistributedModel(marked()).module).__name__ == "GPT2LMHeadModel"

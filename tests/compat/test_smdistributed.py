@@ -102,9 +102,8 @@ def test_the_launcher_gives_it_to_those_who_ask(tmp_path: Path) -> None:
 
 
 def test_the_launcher_gives_it_to_nobody_else(tmp_path: Path) -> None:
-    code, said = _launched(
-        tmp_path, "from importlib.util import find_spec as f; assert f('smdi' + 'stributed') is None"
-    )
+    script = "from importlib.util import find_spec as f; assert f('smdi' + 'stributed') is None"
+    code, said = _launched(tmp_path, script)
     assert code == 0, said
     assert "smdistributed" not in said
 
@@ -120,16 +119,18 @@ def test_the_launcher_leaves_a_real_one_alone(tmp_path: Path, monkeypatch: pytes
 # ---- `smpkit compat` -------------------------------------------------------------------------------------------------
 
 
+Executed = list[tuple[str, list[str], dict[str, str]]]
+"""Programs, with their arguments and environment, that would have taken this process's place."""
+
+
 @pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[str, str]]]:
-    calls: list[tuple[str, list[str], dict[str, str]]] = []
+def executed(monkeypatch: pytest.MonkeyPatch) -> Executed:
+    calls: Executed = []
     monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
     return calls
 
 
-def test_the_command_is_run_with_the_path_and_the_parameters(
-    executed: list[tuple[str, list[str], dict[str, str]]], tmp_path: Path
-) -> None:
+def test_the_command_is_run_with_the_path_and_the_parameters(executed: Executed, tmp_path: Path) -> None:
     parameters = tmp_path / "smp.json"
     # A rule wants `ddp`, too, which the script may give to `smp.init`.
     parameters.write_text('{"partitions": 2, "tensor_parallel_degree": 2}')
@@ -154,7 +155,7 @@ def test_the_command_is_run_with_the_path_and_the_parameters(
     ],
 )
 def test_what_cannot_be_meant_is_said_before_anything_runs(
-    executed: list[tuple[str, list[str], dict[str, str]]], arguments: list[str], code: int, message: str
+    executed: Executed, arguments: list[str], code: int, message: str
 ) -> None:
     done = CliRunner().invoke(cli, ["compat", *arguments])
     assert done.exit_code == code

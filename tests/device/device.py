@@ -1,8 +1,8 @@
 """The device under test: a GPU, or the simulated one of smpkit.testing, on which these tests run anywhere.
 
-Tests name their device, its streams and its memory through this module alone. On a GPU its functions are torch.cuda's.
-On the simulated device (`--device sim`) they are that device's, and `checked` finds races. The CPU does the arithmetic
-there, so sizes are smaller by one factor (`scaled`), and time is virtual (`in_device_time`).
+Tests name their device through this module alone, and use its streams and its memory through torch.accelerator. On the
+simulated device (`--device sim`) `checked` finds races. The CPU does the arithmetic there, so sizes are smaller by one
+factor (`scaled`), and time is virtual (`in_device_time`).
 
 A test that needs the real thing has a marker: `@pytest.mark.real_gpu("captures a graph")`.
 """
@@ -14,9 +14,8 @@ import functools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -59,18 +58,10 @@ def _load() -> None:
     arena._SLAB //= _SCALE**2  # type: ignore[misc]
 
 
-def _module() -> Any:
-    return torch.get_device_module(gpu())
-
-
-def select() -> None:
-    """Make the first device the current one."""
-    _module().set_device(0)
-
-
 def cannot_be_used() -> bool:
     """Return whether this process has not touched the device, and cannot any more."""
-    return not _module().is_initialized() or _module()._is_in_bad_fork()
+    module = torch.get_device_module(gpu())
+    return not module.is_initialized() or module._is_in_bad_fork()
 
 
 def scaled(number: int, *, to: int = _SCALE) -> int:
@@ -89,12 +80,7 @@ def checked() -> Iterator[None]:
         yield
 
 
-# --- streams and time -------------------------------------------------------------------------------------------------
-
-
-def synchronize() -> None:
-    """Wait for the device."""
-    _module().synchronize()
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def sleep(cycles: int) -> None:
@@ -120,94 +106,26 @@ def in_device_time() -> Iterator[None]:
         yield
 
 
-def new_stream() -> Any:
-    """Return a new stream."""
-    return _module().Stream()
-
-
-def current_stream() -> Any:
-    """Return the current stream."""
-    return _module().current_stream()
-
-
-def default_stream() -> Any:
-    """Return the stream that is the current one unless somebody has set another."""
-    return _module().default_stream()
-
-
-def on_stream(stream: Any) -> AbstractContextManager[object]:
-    """Return a context in which a stream is the current one."""
-    return _module().stream(stream)
-
-
-# --- memory and random numbers ----------------------------------------------------------------------------------------
-
-
-def allocated_bytes() -> int:
-    """Return the bytes of all tensors on the device."""
-    return int(_module().memory_allocated())
-
-
-def reserved_bytes() -> int:
-    """Return the bytes that torch's allocator has taken of the device."""
-    return int(_module().memory_reserved())
-
-
-def peak_bytes() -> int:
-    """Return the most bytes of tensors since `reset_peak`."""
-    return int(_module().max_memory_allocated())
-
-
-def reset_peak() -> None:
-    """Let `peak_bytes` begin anew."""
-    _module().reset_peak_memory_stats()
-
-
-def memory_stats() -> dict[str, Any]:
-    """Return all that torch's allocator tells."""
-    return dict(_module().memory_stats())
-
-
-def rng_state() -> torch.Tensor:
-    """Return the state of the device's generator."""
-    return _module().get_rng_state()
-
-
 # --- waits of the host ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Run a block in which the host must not wait for the device.
-
-    As `torch.cuda.set_sync_debug_mode`, it finds reads of values, copies from and to memory that is not pinned, and
-    waits for streams; not waits for events.
-    """
-    synchronize()
-    if IS_SIMULATED:
-        before = _waits()
-        yield
-        if found := _since(before):
-            raise AssertionError("the host waits for " + "; ".join(f"{each.what} at {each.lines}" for each in found))
-        return
-    with _sync_debug_mode("error"):
-        yield
 
 
 def waits_of(work: Callable[[], object], name: Callable[[list[tuple[str, str]], str], str]) -> list[str]:
     """Return the waits of the host in a piece of work, each as it is named.
 
+    As `torch.cuda.set_sync_debug_mode`, it finds reads of values, copies from and to memory that is not pinned, and
+    waits for streams; not waits for events.
+
     Args:
         work: what is done.
         name: is given the file and the function of each line of Python, innermost first, and what was waited for.
     """
-    synchronize()
+    torch.accelerator.synchronize()
     if IS_SIMULATED:
-        before = _waits()
+        before = {(each.what, each.lines): each.times for each in simulated_device.waits()}
         work()
         return [
             name([_file_and_function(line) for line in each.lines], each.what)
-            for each in _since(before)
+            for each in simulated_device.waits()
             for _ in range(each.times - before.get((each.what, each.lines), 0))
         ]
     found: list[str] = []
@@ -216,30 +134,16 @@ def waits_of(work: Callable[[], object], name: Callable[[list[tuple[str, str]], 
         frames = [(frame.filename, frame.name) for frame in reversed(traceback.extract_stack())]
         found.append(name(frames, str(message)))
 
-    with _sync_debug_mode("warn"), warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-        work()
-    return found
-
-
-@contextlib.contextmanager
-def _sync_debug_mode(mode: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once that not all waits are found
-        torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _waits() -> dict[tuple[str, tuple[str, ...]], int]:
-    return {(each.what, each.lines): each.times for each in simulated_device.waits()}
-
-
-def _since(before: dict[tuple[str, tuple[str, ...]], int]) -> list[simulated_device.Wait]:
-    return [each for each in simulated_device.waits() if each.times > before.get((each.what, each.lines), 0)]
+        torch.cuda.set_sync_debug_mode("warn")
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return found
 
 
 def _file_and_function(line: str) -> tuple[str, str]:

@@ -12,8 +12,7 @@ import builtins
 import functools
 import importlib
 import types
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,23 +28,9 @@ ELSEWHERE: Final = {
 }
 """Where calls of these names order something else."""
 
-_DROPPED: Final = {
-    "_order_after",
-    "before_reuse",
-    "end_previous_save",
-    "finish_previous_save",
-    "flush",
-    "note_read",
-    "order_after",
-    "post",
-    "record_stream",
-    "synchronize",
-    "wait_event",
-    "wait_stream",
-}
+_DROPPED = {"_order_after", "order_after", "before_reuse", "end_previous_save", "finish_previous_save", "flush"}
+_DROPPED |= {"post", "record_stream", "synchronize", "wait_event", "wait_stream"}
 """Calls that are left out whole, as all are that begin with `wait_for_`."""
-_KEEPERS: Final = {"_copies_to_host", "_kept", "uses"}
-"""Lists by which memory, or the event that it must wait for, is kept."""
 _LAST: Final = "last_read"
 """The attribute with the event that comes before host memory is used again."""
 _COPIES: Final = {"_copy", "fetch", "send"}
@@ -83,10 +68,9 @@ def edges() -> list[Edge]:
 
 
 def _edges_of(path: str) -> list[Edge]:
-    finder = _find(path, _tree(path))
     names = Counter[str]()
     found = []
-    for index, (node, function, replacement) in enumerate(finder.found):
+    for index, (node, function, replacement) in enumerate(_find(path, _tree(path))):
         text = " ".join(ast.unparse(node).split())
         name = f"{path.removeprefix(RUNTIME + '/')}:{function}: {text}"
         names[name] += 1
@@ -99,10 +83,11 @@ def _tree(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text())
 
 
-def _find(path: str, tree: ast.Module) -> _Finder:
+def _find(path: str, tree: ast.Module) -> list[tuple[ast.expr, str, str]]:
+    """Return the expressions to replace, the function of each, and what replaces it."""
     finder = _Finder(path)
     finder.visit(tree)
-    return finder
+    return finder.found
 
 
 class _Finder(ast.NodeVisitor):
@@ -139,8 +124,7 @@ class _Finder(ast.NodeVisitor):
         call = node.value
         if isinstance(call, ast.Call):
             name, receiver = _callee(call)
-            is_kept = receiver.rpartition(".")[2] in _KEEPERS or (self._is_offload and receiver == "after")
-            keeps = name == "append" and is_kept
+            keeps = name == "append" and self._is_offload and receiver == "after"
             joins = name == "join" and "checkpoints/" in self._path
             if keeps or joins or (name in ("wait", "result") and not receiver.endswith("link")):
                 self._add(call, "None")
@@ -149,7 +133,9 @@ class _Finder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         name, receiver = _callee(node)
         if name in _DROPPED or name.lstrip("_").startswith("wait_for_"):
-            if not self._is_other(name, receiver):
+            # What else is called so: a method of any object, and waits of the host for its own threads.
+            others = "pipeline/" not in self._path if name in ("post", "flush") else receiver == "self._changed"
+            if not others:
                 self._add(node, "None")
         elif name == "wait" and receiver.endswith("link"):
             self._add(node.args[0], _DONE)
@@ -161,36 +147,20 @@ class _Finder(ast.NodeVisitor):
             self._add_all(node.args[-1])
         elif name == "finalize" and ast.unparse(node.args[1]).endswith(("before_free", "finish")):
             self._add(node.args[1], "(lambda: None)")
-        elif name == "_order_next_after":
-            self._add(node, ast.unparse(node.args[0]))
         elif name == "copy_" and isinstance(node.func, ast.Attribute) and _is_pinned(node.func.value):
             self._add(node, ast.unparse(node.args[0]))  # a copy in memory of our own
         self.generic_visit(node)
 
-    def _is_other(self, name: str, receiver: str) -> bool:
-        if name in ("post", "flush"):
-            return "pipeline/" not in self._path
-        return receiver == "self._changed"  # of threads of the host
-
     def visit_Assign(self, node: ast.Assign) -> None:
-        targets, value = node.targets, node.value
-        if self._is_offload and len(targets) == 1:
-            if ast.unparse(targets[0]) == "after":
-                self._add_all(value)
-                if not isinstance(value, ast.Tuple):
-                    self._add(value, "[]")
-            pairs = [(targets[0], value)]
-            if isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(targets[0].elts, value.elts, strict=True))
-            for target, element in pairs:
-                if isinstance(target, ast.Attribute) and target.attr == _LAST and not isinstance(element, ast.Call):
+        target, value = node.targets[0], node.value
+        if self._is_offload and ast.unparse(target) == "after":
+            self._add_all(value)
+            if not isinstance(value, ast.Tuple):
+                self._add(value, "[]")
+        elif self._is_offload and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for each, element in zip(target.elts, value.elts, strict=True):
+                if isinstance(each, ast.Attribute) and each.attr == _LAST:
                     self._add(element, _DONE)
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if ast.unparse(node.target).rpartition(".")[2] in _KEEPERS:
-            self._add(node.value, "[]")
-            return
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -226,7 +196,7 @@ class _Replacer(ast.NodeTransformer):
         known = self._replacements.pop(id(node), None)
         if known is None:
             return self.generic_visit(node)
-        if isinstance(known, ast.Subscript):  # what `watch` makes contains the node itself
+        if isinstance(known, ast.BoolOp):  # what `watch` makes contains the node itself
             self.generic_visit(node)
         return ast.copy_location(known, node)
 
@@ -234,32 +204,25 @@ class _Replacer(ast.NodeTransformer):
 def leave_out(edge: Edge) -> None:
     """Leave out an edge in this process, for good."""
     tree = _tree(edge.path)
-    node = _find(edge.path, tree).found[edge.index][0]
+    node = _find(edge.path, tree)[edge.index][0]
     _apply(edge.path, tree, {id(node): _expression(edge.replacement)}, {edge.function})
 
 
 def watch(found: list[Edge]) -> set[str]:
     """Return a set to which edges add their ids when this process comes to them."""
     hits: set[str] = set()
-
-    def hit(name: str) -> None:
-        hits.add(name)
-
-    builtins.__dict__["_smpkit_hit"] = hit
-    by_path: dict[str, list[Edge]] = {}
+    builtins.__dict__["_smpkit_hit"] = hits.add
+    by_path = defaultdict[str, list[Edge]](list)
     for edge in found:
-        by_path.setdefault(edge.path, []).append(edge)
+        by_path[edge.path].append(edge)
     for path, of_path in by_path.items():
         tree = _tree(path)
-        nodes = _find(path, tree).found
+        nodes = _find(path, tree)
         replacements: dict[int, ast.expr] = {}
         for edge in of_path:
-            probe = _expression(f"(_smpkit_hit({edge.id!r}), None)[1]")
-            assert isinstance(probe, ast.Subscript)
-            assert isinstance(probe.value, ast.Tuple)
             node = nodes[edge.index][0]
-            probe.value.elts[1] = node
-            replacements[id(node)] = probe
+            # `add` returns None, so the value is that of the node.
+            replacements[id(node)] = ast.BoolOp(ast.Or(), [_expression(f"_smpkit_hit({edge.id!r})"), node])
         _apply(path, tree, replacements, {edge.function for edge in of_path})
     return hits
 
@@ -280,22 +243,10 @@ def _function(module: types.ModuleType, name: str) -> types.FunctionType:
     found: Any = module
     for part in name.split("."):
         found = vars(found)[part]
-    return next(_unwrapped(found))
-
-
-def _unwrapped(found: Any) -> Iterator[types.FunctionType]:
-    while True:
-        if isinstance(found, property):
-            found = found.fget
-        elif isinstance(found, (staticmethod, classmethod)):
-            found = found.__func__
-        elif isinstance(found, functools.cached_property):
-            found = found.func
-        elif hasattr(found, "__wrapped__"):
-            found = found.__wrapped__
-        else:
-            assert isinstance(found, types.FunctionType), found
-            yield found
+    while not isinstance(found, types.FunctionType) or hasattr(found, "__wrapped__"):
+        inside = {property: "fget", functools.cached_property: "func"}.get(type(found), "__wrapped__")
+        found = getattr(found, inside)
+    return found
 
 
 def _code(code: types.CodeType, name: str) -> types.CodeType:

@@ -21,11 +21,7 @@ ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("rando
 
 
 def run_on_sim(
-    function: Callable[..., Any],
-    *args: Any,
-    size: int = 1,
-    devices: int = 1,
-    timeout: float = 120,
+    function: Callable[..., Any], *args: Any, size: int = 1, devices: int = 1, timeout: float = 120
 ) -> list[Any]:
     """Return what `function(*args)` returns on each rank; it chooses the order of the device, and looks for races."""
     needs_sim()
@@ -69,15 +65,9 @@ def call_pickled(call: bytes) -> Any:
 def in_virtual_time() -> Iterator[None]:
     """Let all be done when its time has come; the host's clock is the device's."""
     simulated_device.set_policy("timed")
-    with (
-        mock.patch.object(time, "perf_counter", simulated_device.now),
-        mock.patch.object(time, "perf_counter_ns", _now_ns),
-    ):
+    now = simulated_device.now
+    with mock.patch.multiple(time, perf_counter=now, perf_counter_ns=lambda: round(now() * 1e9)):
         yield
-
-
-def _now_ns() -> int:
-    return round(simulated_device.now() * 1e9)
 
 
 @contextlib.contextmanager

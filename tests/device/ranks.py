@@ -18,17 +18,11 @@ from tests.device.on_sim import call_pickled
 from tests.ranks import run_ranks
 
 
-def run_on_gpu(
-    function: Callable[..., Any],
-    *args: Any,
-    size: int = 2,
-    timeout: float = 120,
-    env: dict[str, str] | None = None,
-) -> list[Any]:
+def run_on_gpu(function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = 120) -> list[Any]:
     """Call `function(*args)` on ranks and return their results, tensors on the host; see `tests.ranks.run_ranks`."""
     shared = {"SMPKIT_SHARED_GPU_NCCL": "1"} if os.environ.get(NCCL) == "1" else {}
     call = pickle.dumps((_with_gpu, {"function": function, "args": args}))
-    return run_ranks(call_pickled, size, call, timeout=timeout, env={**shared, **(env or {})})
+    return run_ranks(call_pickled, size, call, timeout=timeout, env=shared)
 
 
 def _with_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

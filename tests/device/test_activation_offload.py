@@ -23,7 +23,6 @@ from smpkit.torch.core import devices
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import make_engine
 from smpkit.torch.offload.order import Lead
-from tests.device import device
 from tests.device.device import gpu, in_device_time, scaled
 from tests.device.models import Checkpointed, layers
 
@@ -50,14 +49,14 @@ def gradients(model: nn.Module, loss: Tensor | None = None) -> list[Tensor]:
 
 @pytest.mark.parametrize("lead", [1, "auto"])
 def test_steps_on_another_stream_have_the_same_bits(lead: Lead) -> None:
-    model, side = checkpointed(), device.new_stream()
+    model, main, side = checkpointed(), torch.accelerator.current_stream(), torch.Stream(gpu())
     expected = gradients(model)
     with smpkit.offload_activations(model, lead=lead) as offload:
         for number in range(4):
-            side.wait_stream(device.current_stream())
-            with device.on_stream(side) if number % 2 else contextlib.nullcontext():
+            side.wait_stream(main)
+            with side if number % 2 else contextlib.nullcontext():
                 found = gradients(model)
-            device.current_stream().wait_stream(side)
+            main.wait_stream(side)
             assert all(map(torch.equal, found, expected))
         assert offload.report().steps[-1].bytes_out == _LAYERS * _BOUNDARY
 
@@ -65,7 +64,7 @@ def test_steps_on_another_stream_have_the_same_bits(lead: Lead) -> None:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Be a world of one rank."""
-    device.select()
+    torch.accelerator.set_device_index(0)
     backend = dist.Backend.default_device_backend_map[gpu().type]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -122,11 +121,12 @@ def test_a_stage_of_a_pipeline_needs_less_memory(horizon: int | None) -> None:
 
     def step(*, offloads: bool) -> tuple[int, list[Tensor]]:
         model.zero_grad()
-        device.reset_peak()
+        torch.accelerator.reset_peak_memory_stats()
         run_stage(actions, list(model), lambda: batch().requires_grad_(), engine if offloads else None)
-        device.synchronize()
+        torch.accelerator.synchronize()
         # Copies on the host: on the device they would count in the next step's peak.
-        return device.peak_bytes(), [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+        found = [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+        return torch.accelerator.max_memory_allocated(), found
 
     plain_peak, expected = step(offloads=False)
     for _ in range(3):
@@ -158,5 +158,5 @@ def test_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_next
         assert all(map(torch.equal, gradients(model), expected))
         (step,) = offload.report().steps
         assert (step.bytes_out, step.kept_bytes) == (0, _LAYERS * _BOUNDARY)
-    device.synchronize()
+    torch.accelerator.synchronize()
     unregister(mapping.data_ptr())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.activation_offload.blocks import Decoder, train_step
 from smpkit import OffloadModel, OffloadOptimizer, offload_activations
 from smpkit.testing import simulated_device
-from tests.device.device import IS_SIMULATED, gpu, in_device_time, scaled, synchronize
+from tests.device.device import IS_SIMULATED, gpu, in_device_time, scaled
+from tests.device.test_throughput import seconds_of
 
 _WIDTH, _TOKENS, _LAYERS = 4096, 8192, 8
 _TURNS = 12
@@ -40,45 +39,23 @@ def x() -> Tensor:
     return torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Microseconds of copies in a profiled piece of work: to the host, from it, and while a kernel ran."""
-
-    out: float
-    back: float
-    hidden: float
-
-    @property
-    def share(self) -> float:
-        """Which part of the copies' time kernels ran beside."""
-        return self.hidden / (self.out + self.back)
-
-
-def overlap_of(work: Callable[[], object]) -> Overlap:
-    """Profile a piece of work until the device is idle."""
-    synchronize()
+def overlap_of(work: Callable[[], object]) -> tuple[float, float, float]:
+    """Return the microseconds of copies to the host and from it, and beside which part of that time kernels ran."""
+    torch.accelerator.synchronize()
     intervals = defaultdict[str, list[tuple[float, float]]](list)
     for name, begin, end in _simulated_events(work) if IS_SIMULATED else _events(work):
         kind = "out" if "DtoH" in name else "back" if "HtoD" in name else "" if "Memset" in name else "kernels"
         intervals[kind].append((begin, end))
     out, back, kernels = (_union(intervals[kind]) for kind in ("out", "back", "kernels"))
     hidden = [max(0.0, min(end, last) - max(begin, first)) for begin, end in [*out, *back] for first, last in kernels]
-    return Overlap(_length(out), _length(back), sum(hidden))
+    return _length(out), _length(back), sum(hidden) / (_length(out) + _length(back))
 
 
 def _events(work: Callable[[], object]) -> list[tuple[str, float, float]]:
     """Return what the device does: the name, start and end, in microseconds."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         work()
-        synchronize()
+        torch.accelerator.synchronize()
     events = profiler.events()
     assert events is not None
     there = [each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
@@ -91,7 +68,7 @@ def _simulated_events(work: Callable[[], object]) -> list[tuple[str, float, floa
     simulated_device.configure(traced=True)
     simulated_device.timeline()
     work()
-    synchronize()
+    torch.accelerator.synchronize()
     found = simulated_device.timeline()
     simulated_device.configure()
     return [(names.get(each.what, each.what), each.begin * 1e6, each.end * 1e6) for each in found]
@@ -118,20 +95,20 @@ def test_boundaries_cost_no_time(model: Decoder, x: Tensor, record_property: Not
     step = partial(train_step, model, x)
     for _ in range(2):
         step()
-    theirs = min(seconds_of(step) for _ in range(_TURNS))
+    theirs = min(seconds_of(step, 0, _TURNS))
     with offload_activations(model) as offload:
         for _ in range(4):  # in which the engine pins memory and learns how far ahead to load
             step()
-        ours = min(seconds_of(step) for _ in range(_TURNS))
-        seen = overlap_of(step)
+        ours = min(seconds_of(step, 0, _TURNS))
+        *_, share = overlap_of(step)
         report = offload.report().steps[-1]
-    again = min(seconds_of(step) for _ in range(_TURNS))  # a GPU that grows warm is slower
+    again = min(seconds_of(step, 0, _TURNS))  # a GPU that grows warm is slower
     record_property("plain ms, before and after", f"{1e3 * theirs:.2f}, {1e3 * again:.2f}")
     record_property("offloaded ms", 1e3 * ours)
-    record_property("copies beside kernels", seen.share)
+    record_property("copies beside kernels", share)
     record_property("stall ms", 1e3 * report.stall_seconds)
     assert report.bytes_out == _LAYERS * x.nbytes
-    assert seen.share > 0.9
+    assert share > 0.9
     assert report.stall_seconds <= 0.02 * ours
     assert ours <= 1.02 * max(theirs, again)
 
@@ -151,8 +128,8 @@ def test_slices_come_while_others_compute(record_property: Note) -> None:
 
     for _ in range(3):
         step()
-    seen = overlap_of(step)
-    record_property("copies beside kernels", seen.share)
-    assert seen.back > 0
-    assert seen.out > 0
-    assert seen.share > 0.5
+    out, back, share = overlap_of(step)
+    record_property("copies beside kernels", share)
+    assert out > 0
+    assert back > 0
+    assert share > 0.5

@@ -15,17 +15,7 @@ from torch import nn
 import smpkit.torch as smp
 from benchmarks.activation_offload.blocks import Decoder, train_step
 from smpkit import OffloadModel, OffloadOptimizer, offload_activations
-from tests.device.device import (
-    allocated_bytes,
-    gpu,
-    in_device_time,
-    memory_stats,
-    peak_bytes,
-    reserved_bytes,
-    reset_peak,
-    scaled,
-    synchronize,
-)
+from tests.device.device import gpu, in_device_time, scaled
 from tests.device.ranks import run_on_gpu
 from tests.torch import steps
 
@@ -39,12 +29,12 @@ Note = Callable[[str, Any], None]
 def peak_of(step: Callable[[], object]) -> int:
     """Return the most that is allocated in a step, above what is when it begins."""
     gc.collect()
-    synchronize()
-    before = allocated_bytes()
-    reset_peak()
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
     step()
-    synchronize()
-    return peak_bytes() - before
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() - before
 
 
 def workspace_bytes() -> int:
@@ -54,14 +44,14 @@ def workspace_bytes() -> int:
     and for autograd's. They stay, so call this before what is measured.
     """
     gc.collect()
-    synchronize()
-    before = allocated_bytes()
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
     layer = nn.Linear(256, 256, device=gpu())
     layer(torch.ones(64, 256, device=gpu())).sum().backward()
     del layer
     gc.collect()
-    synchronize()
-    return allocated_bytes() - before
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated() - before
 
 
 @pytest.mark.parametrize("lead", [1, 4])
@@ -94,7 +84,7 @@ def test_no_more_boundaries_are_there_than_are_on_their_way(lead: int, record_pr
 def test_an_offloaded_model_takes_two_slices_and_what_it_computes(checkpoint: bool, record_property: Note) -> None:
     workspaces = workspace_bytes()
     gc.collect()
-    before = allocated_bytes()
+    before = torch.accelerator.memory_allocated()
     torch.manual_seed(0)
     sizes = (1024, 2048, 1024, 4096, 1024, 1024)  # the largest slice has 1024 x 4096 weights
     layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)]
@@ -109,11 +99,7 @@ def test_an_offloaded_model_takes_two_slices_and_what_it_computes(checkpoint: bo
 
     for _ in range(2):
         step()
-    synchronize()
-    reset_peak()
-    step()
-    synchronize()
-    peak = peak_bytes() - before
+    peak = torch.accelerator.memory_allocated() - before + peak_of(step)
     largest = 4 * 1024 * 4096
     record_property("cuBLAS workspaces MiB", workspaces / 2**20)
     record_property("peak MiB", peak / 2**20)
@@ -145,14 +131,14 @@ def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property
 
     for _ in range(5):
         step()
-    synchronize()
+    torch.accelerator.synchronize()
     reserved = []
     for _ in range(_STEPS):
         step()
-        reserved.append(reserved_bytes())
-    synchronize()
+        reserved.append(torch.accelerator.memory_reserved())
+    torch.accelerator.synchronize()
     record_property("reserved MiB", reserved[-1] / 2**20)
-    record_property("inactive split MiB", memory_stats()["inactive_split_bytes.all.peak"] / 2**20)
+    record_property("inactive split MiB", torch.accelerator.memory_stats()["inactive_split_bytes.all.peak"] / 2**20)
     assert set(reserved) == {reserved[0]}
 
 
@@ -169,12 +155,12 @@ def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     reserved, peaks = [], []
     x = torch.randn(_WIDTH, _WIDTH, device=gpu())
     for _ in range(_STEPS):
-        reset_peak()
+        torch.accelerator.reset_peak_memory_stats()
         optimizer.zero_grad()
         steps.train_step(model, x)
         optimizer.step()
-        reserved.append(reserved_bytes())
-        peaks.append(peak_bytes())
+        reserved.append(torch.accelerator.memory_reserved())
+        peaks.append(torch.accelerator.max_memory_allocated())
     smp.shutdown()
     return reserved, peaks
 

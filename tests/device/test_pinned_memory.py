@@ -7,20 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.distributed.host_memory import LARGE_PAGE, pinned_bytes
-from tests.device.device import current_stream, gpu, scaled, sleep, synchronize
+from tests.device.device import gpu, scaled, sleep
+from tests.device.models import layers
 
 _WIDTH = 256
 _LONG = 1_000_000_000
 """Cycles: about half a second."""
-
-
-def network(num_layers: int = 4) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(num_layers)])
 
 
 def test_large_memory_is_pinned_aligned_and_exact(record_property: Callable[..., None]) -> None:
@@ -37,16 +32,16 @@ def test_large_memory_is_pinned_aligned_and_exact(record_property: Callable[...,
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_forward_returns_while_the_device_is_busy(training: bool) -> None:
-    model = OffloadModel(network(), gpu(), num_slices=4, checkpoint_activation=True)
+    model = OffloadModel(layers(_WIDTH, 4), gpu(), num_slices=4, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     x = torch.randn(64, _WIDTH, device=gpu())
     model(x).sum().backward()  # kernels are loaded, buffers made
     optimizer.step()
     model.synchronize()
-    synchronize()
+    torch.accelerator.synchronize()
     sleep(_LONG)
     with torch.set_grad_enabled(training):
         model(x)
-    assert not current_stream().query()
+    assert not torch.accelerator.current_stream().query()
     model.synchronize()  # what reads the weights is over
-    synchronize()
+    torch.accelerator.synchronize()

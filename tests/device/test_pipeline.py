@@ -6,26 +6,21 @@ tests/transparency run on the GPU, too.
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from benchmarks.on_gpu.parts import NCCL
 from smpkit.testing import RankFailed
 from tests.device.device import IS_SIMULATED, gpu
+from tests.device.models import on
 from tests.device.on_sim import naming
 from tests.device.ranks import run_on_gpu
 from tests.models import CASES, MODELS, Case
-from tests.train import Way, check_same, reference, train, train_plainly
+from tests.train import Way, check_same, checkpoint_layers, reference, train, train_plainly
 from tests.transparency.test_data_parallel import row
 from tests.transparency.test_pipeline_schedules import SHAPES
-from tests.transparency.test_sharded_data_parallel import checkpoint, way_of
+from tests.transparency.test_sharded_data_parallel import way_of
 
 _TOLERANCE = 1e-10  # float64; kernels of a GPU add up in an order of their own, which may change with the shape
 
@@ -40,25 +35,12 @@ WAYS = (
 )
 
 
-def there(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().to(gpu())
-
-
-def moved(batch: Callable[..., tuple[Any, ...]], size: int, generator: torch.Generator) -> tuple[Any, ...]:
-    values = batch(size, generator)
-    return tuple(value.to(gpu()) if isinstance(value, Tensor) else value for value in values)
-
-
-def on_gpu(case: Case) -> Case:
-    return replace(case, build=functools.partial(there, case.build), batch=functools.partial(moved, case.batch))
-
-
 def train_all(cases: dict[str, Case], ways: tuple[Way, ...]) -> int:
     """Train each case over this pipeline, built on the CPU, and compare it with one that has always been on the GPU."""
     for name, case in cases.items():
         for way in ways:
             with naming(f"`{name}` with {way}"):
-                check_same(train(case, way), train_plainly(on_gpu(case), way)[0], _TOLERANCE)
+                check_same(train(case, way), train_plainly(on(gpu(), case), way)[0], _TOLERANCE)
     return len(cases) * len(ways)
 
 
@@ -75,7 +57,7 @@ def test_models_of_every_shape() -> None:
 
 REPLICAS = {
     "replicas": row("frozen and unused parameters", True, accumulation=2),
-    "sharded parameters": ("tied by a function", way_of(accumulation=2, batches=(8,) * 4, prepare=checkpoint)),
+    "sharded parameters": ("tied by a function", way_of(accumulation=2, batches=(8,) * 4, prepare=checkpoint_layers)),
 }
 
 

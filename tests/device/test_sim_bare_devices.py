@@ -6,7 +6,6 @@ What modules and drivers of devices lack is in `tests/torch/core/test_devices.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -98,12 +97,7 @@ def a_layer_that_computes_partly_on_the_cpu() -> None:
     torch.accelerator.synchronize()
 
 
-CHECKS: list[Callable[[], None]] = [
-    memory_that_is_refused,
-    a_copy_that_does_not_end,
-    memory_in_use,
-    a_layer_that_computes_partly_on_the_cpu,
-]
+CHECKS = [memory_that_is_refused, a_copy_that_does_not_end, memory_in_use, a_layer_that_computes_partly_on_the_cpu]
 
 
 @on_sim()

@@ -10,13 +10,7 @@ from tests.device.on_sim import ORDERS, naming, run_on_sim
 from tests.device.scenarios import SCENARIOS, run_scenario
 from tests.simulated import Order
 
-IN_ONE_ORDER = (
-    "fit",
-    "ranks, pipeline and tensor",
-    "calibration",
-    "measured",
-    "ranks, pipeline, over a model of NCCL",
-)
+IN_ONE_ORDER = ("fit", "ranks, pipeline and tensor", "calibration", "measured", "ranks, pipeline, over a model of NCCL")
 """Beginnings of names. The first two take seconds, and what is in them runs in every order by other names; the others
 have an order of their own."""
 

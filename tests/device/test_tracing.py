@@ -11,7 +11,7 @@ from torch import Tensor
 
 import smpkit.torch as smp
 from smpkit.torch.core.runtime import state
-from tests.device.device import CPU_ONLY, gpu, rng_state
+from tests.device.device import CPU_ONLY, gpu
 from tests.device.ranks import run_on_gpu
 from tests.ranks import run_ranks
 from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
@@ -21,9 +21,10 @@ from tests.torch.placement.test_trace import CASES, Checkpointed, Language, cost
 def test_costs_on_the_gpu_are_those_on_the_cpu(case: str) -> None:
     make, argument = CASES[case]
     model, value = make(), argument().to(gpu())
-    before = torch.get_rng_state(), rng_state()
+    generators = (torch, torch.get_device_module(gpu()))
+    before = [each.get_rng_state() for each in generators]
     found = costs_of(model, value)
-    assert all(map(torch.equal, before, (torch.get_rng_state(), rng_state())))
+    assert all(map(torch.equal, before, [each.get_rng_state() for each in generators]))
     assert found == costs_of(make(), argument())
     assert costs_of(make(), argument().to(gpu())) == found
 
@@ -71,7 +72,7 @@ def placed(kind: str, half: bool, options: dict[str, Any]) -> tuple[str, str, li
 )
 def test_a_pipeline_on_the_gpu_is_cut_as_one_on_the_cpu(kind: str, options: dict[str, Any]) -> None:
     arguments = (kind, False, options)
-    on_gpu = run_on_gpu(placed, *arguments, env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    on_gpu = run_on_gpu(placed, *arguments)
     on_cpu = run_ranks(placed, 2, *arguments, env={**CPU_ONLY, "SMPKIT_CUDA_ON_CPU": "1"})
     assert (on_gpu[0][1], on_cpu[0][1]) == (gpu().type, "cpu")
     assert on_gpu[0][0] == on_cpu[0][0]

@@ -23,7 +23,7 @@ from tests.models_of_others import TRANSFORMERS
 from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Way, batch, check_same, reference, run, same, trace_of, train, train_plainly, training
+from tests.train import Trace, Way, batch, check_same, checkpoint_layers, same, trace_of, train, train_plainly, training
 
 Call = Callable[..., Any]
 WAY = Way(pipeline=2, batches=(8, 8))
@@ -200,16 +200,9 @@ def test_layers_of_hugging_face_models_whose_inputs_leave(model: str, how: Calla
     way = replace(OFFLOADED, prepare=how)
     found = run_ranks(bytes_out, 2, MODELS[model], way)
     for trace, _ in found:
-        check_same(trace, reference(MODELS[model], way)[0])
+        check_same(trace, train_plainly(MODELS[model], way.plain)[0])
     # Inputs of 2 samples, 5 tokens and 8 numbers leave the first rank; the last one soon needs its own again.
     assert min(found[0][1]) >= 2 * 2 * (2 * 5 * 8 * 8)
-
-
-def recompute_all_layers(model: nn.Module) -> None:
-    for layers in model.modules():
-        if isinstance(layers, nn.ModuleList):
-            for layer in layers:
-                smp.set_activation_checkpointing(layer)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +212,7 @@ def recompute_all_layers(model: nn.Module) -> None:
 def test_layers_of_any_hugging_face_model_without_a_warning(model: str) -> None:
     way = Way(microbatches=2, batches=(4, 4))
     [plain] = train_plainly(TRANSFORMERS[model], way)
-    [ours] = train_plainly(TRANSFORMERS[model], replace(way, prepare=recompute_all_layers))
+    [ours] = train_plainly(TRANSFORMERS[model], replace(way, prepare=checkpoint_layers))
     check_same(ours, plain, 0)
 
 
@@ -243,7 +236,7 @@ def test_a_module_on_several_ranks_runs_without_and_says_so_once() -> None:
 @pytest.mark.parametrize("prepare", [checkpoint_body, partial(call_through, checkpoint)], ids=["a setting", "a call"])
 def test_a_module_that_was_placed_on_several_ranks_is_an_error(prepare: Callable[[Any], None]) -> None:
     with pytest.raises(RankFailed, match="`body` is to be checkpointed, but parts of it were placed on pipeline ranks"):
-        run(CASES["modules on several ranks"], replace(WAY, placement=3, prepare=prepare))
+        same(CASES["modules on several ranks"], replace(WAY, placement=3, prepare=prepare))
 
 
 # --- settings that change ---------------------------------------------------------------------------------------------

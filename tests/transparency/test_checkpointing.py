@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,26 +19,19 @@ from tests.train import TOLERANCE, Way, same
 # --- layers of a Sequential -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stacked:
-    """Builds an embedding, layers and a head, which may be `tied`; or the embedding and some layers are `frozen`."""
-
-    dropout: float
-    tied: bool = False
-    frozen: bool = False
-
-    def __call__(self) -> nn.Module:
-        # Dropout and Tanh hold nothing and run with their neighbours.
-        first, second, third, fourth, fifth = [nn.Sequential(block(), nn.Dropout(self.dropout)) for _ in range(5)]
-        layers = nn.Sequential(first, second, nn.Dropout(self.dropout), third, fourth, nn.Tanh(), fifth)
-        model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), layers, nn.Linear(WIDTH, TOKENS, bias=False))
-        if self.frozen:
-            model[0].requires_grad_(self.tied)
-            first.requires_grad_(False)
-            third.requires_grad_(False)
-        if self.tied:
-            model[2].weight = model[0].weight
-        return model
+def stacked(dropout: float, tied: bool, frozen: bool) -> nn.Module:
+    """Return an embedding, layers and a head, which may be tied; or the embedding and some layers are frozen."""
+    # Dropout and Tanh hold nothing and run with their neighbours.
+    first, second, third, fourth, fifth = [nn.Sequential(block(), nn.Dropout(dropout)) for _ in range(5)]
+    layers = nn.Sequential(first, second, nn.Dropout(dropout), third, fourth, nn.Tanh(), fifth)
+    model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), layers, nn.Linear(WIDTH, TOKENS, bias=False))
+    if frozen:
+        model[0].requires_grad_(tied)
+        first.requires_grad_(False)
+        third.requires_grad_(False)
+    if tied:
+        model[2].weight = model[0].weight
+    return model
 
 
 def autocast_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -69,7 +62,7 @@ AXES: list[list[Any]] = [
 def test_checkpointed_layers_change_no_bit(cell: tuple[Any, ...]) -> None:
     strategy, pipeline, microbatches, autocast, *model, ahead = cell
     step, precision = (autocast_step, torch.float32) if autocast else (token_step, torch.float64)
-    case = Case(Stacked(*model), tokens, step, precision)
+    case = Case(partial(stacked, *model), tokens, step, precision)
     offloading = {} if ahead is None else {"offload_activations": True, "activation_loading_horizon": ahead}
     plain = Way(pipeline, microbatches=microbatches)
     way = replace(plain, config=offloading, prepare=partial(checkpoint_stack, strategy))

@@ -87,20 +87,20 @@ def roomy() -> Fit:
     return Fit(device_gib=64, link=link(), lead=1)
 
 
-def half_gib(fitted: Fitted) -> float:
-    """Return so much memory that half of what layers would save fits besides the least they can hold."""
-    found = fitted.report()
+def tight(first: Fit, **options: Any) -> Fit:
+    """Leave so much memory that half of what layers would save fits besides the least they can hold."""
+    found = first.fitted.report()
     kept = sum(each.saved_bytes for each in found.layers)
     once = max(each.saved_bytes for each in found.layers) + 3 * max(each.input_bytes for each in found.layers)
-    return float((found.other_bytes + (once + kept) / 2) / 2**30)
+    half_gib = float((found.other_bytes + (once + kept) / 2) / 2**30)
+    return Fit(**{"device_gib": half_gib, "link": link(), "lead": 1, **options})
 
 
-def check(case: Case, way: Way, *, plain: Case | None = None, linked: bool = True) -> Fitted:
+def check(case: Case, way: Way, *, plain: Case | None = None, **options: Any) -> Fitted:
     """Compare a training with room for half of what layers would save with one that is not fitted."""
     first = roomy()
     train_plainly(case, replace(way, prepare=first))
-    options: dict[str, Any] = {"link": link(), "lead": 1} if linked else {}
-    fits = Fit(device_gib=half_gib(first.fitted), **options)
+    fits = tight(first, **options)
     [found] = train_plainly(case, replace(way, prepare=fits))
     [expected] = train_plainly(plain or case, way)
     check_same(found, expected, 0)
@@ -117,7 +117,7 @@ def test_no_bit_changes(name: str) -> None:
 
 
 def test_without_a_link_layers_are_recomputed() -> None:
-    assert Choice.RECOMPUTE in check(*CASES["running statistics"], linked=False).choices.values()
+    assert Choice.RECOMPUTE in check(*CASES["running statistics"], link=None).choices.values()
 
 
 def test_forwards_without_backward_and_failed_ones_are_no_steps() -> None:
@@ -152,10 +152,9 @@ def on_ranks(wrapper: str) -> list[str]:
     dist.init_process_group("gloo")
     first = roomy()
     traces = [train_plainly(replace(DROPOUT, build=partial(wrapped, wrapper, fits)), WAY)[0] for fits in (None, first)]
-    options: dict[str, Any] = {"device_gib": half_gib(first.fitted), "link": link(), "lead": 1}
+    last = tight(first)
     if wrapper == "together":  # rank 1 alone would keep more
-        options |= {"device_gib": options["device_gib"] * (1 + dist.get_rank()), "group": dist.group.WORLD}
-    last = Fit(**options)
+        last.options |= {"device_gib": last.options["device_gib"] * (1 + dist.get_rank()), "group": dist.group.WORLD}
     traces += train_plainly(replace(DROPOUT, build=partial(wrapped, wrapper, last)), WAY)
     for found in traces[1:]:
         check_same(found, traces[0], 0)
@@ -193,12 +192,12 @@ def test_in_hugging_faces_trainer(tmp_path: Path) -> None:
         trainer.train()
         return [parameter.detach() for parameter in model.parameters()]
 
-    tight = Fit(device_gib=0.5 / 1024, link=link())
+    small = Fit(device_gib=0.5 / 1024, link=link())
     with pytest.warns(UserWarning, match="does not fit"):  # 0.5 MiB: weights and states alone are larger
-        found = trained(tight)
+        found = trained(small)
     assert all(map(torch.equal, found, trained(None)))
-    assert tight.fitted.has_chosen
-    assert Choice.KEEP not in [*tight.fitted.choices.values()][:-1]
+    assert small.fitted.has_chosen
+    assert Choice.KEEP not in [*small.fitted.choices.values()][:-1]
 
 
 @pytest.mark.slow
@@ -237,6 +236,6 @@ def test_in_lightning(tmp_path: Path) -> None:
 
     first = roomy()
     train_plainly(ALIKE, replace(WAY, prepare=first))
-    half = Fit(device_gib=half_gib(first.fitted), link=link(), lead=1)
+    half = tight(first)
     assert all(map(torch.equal, trained(half), trained(None)))
     assert {Choice.KEEP, Choice.OFFLOAD} <= set(half.fitted.choices.values())

@@ -13,7 +13,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import RemoteError, UsageError
 from tests.deadlines import facts, wait_shortly
-from tests.models import WIDTH, block, mse_step, vectors
+from tests.models import WIDTH, Stack, block, mse_step, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import MANY_SECONDS, error_of, in_a_row, on_ranks
 
@@ -80,23 +80,19 @@ def refusing() -> Any:
     return begin(Refuser(WIDTH, WIDTH), block(), block())
 
 
-class Branching(nn.Module):
+class Branching(Stack):
     """Lies on several ranks, and raises between them on one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([block(), block()])
-
     def forward(self, x: Tensor) -> Tensor:
-        x = self.parts[0](x)
+        x = self.layers[0](x)
         if smp.pp_rank() == 0:
             raise KeyError("only here")
-        return self.parts[1](x)
+        return self.layers[1](x)
 
 
 def branching() -> Any:
-    module = Branching()
-    return begin(*module.parts, around=nn.Sequential(module))
+    module = Branching(2)
+    return begin(*module.layers, around=nn.Sequential(module))
 
 
 RAISES: dict[str, tuple[Callable[[], Any], int, int, str, str]] = {
@@ -150,22 +146,6 @@ def test_a_rank_that_others_wait_for_is_named(calls: bool) -> None:
 
 
 @smp.step
-def other_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return functional.mse_loss(model(x), y)
-
-
-def call_different_steps() -> str:
-    model = begin()
-    return error_of(lambda: (train_step if smp.pp_rank() == 0 else other_step)(model, *data()))
-
-
-def test_different_steps_on_pipeline_ranks_are_refused() -> None:
-    _, second = run_ranks(call_different_steps, 2)
-    assert "pipeline rank 1 called the step `other_step` (training, with gradients)" in second
-    assert "and pipeline rank 0 the step `train_step` (training, with gradients)" in second
-
-
-@smp.step
 def late_step(model: Any, x: Tensor, y: Tensor, bad: Tensor) -> Tensor:
     loss = functional.mse_loss(model(x), y)
     if bad.any():
@@ -189,6 +169,14 @@ def test_after_an_exception_the_next_step_is_refused() -> None:
     assert "resume from a checkpoint" in str(caught.value)
 
 
+# --- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+@smp.step
+def other_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return functional.mse_loss(model(x), y)
+
+
 @smp.step
 def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = functional.mse_loss(model(x), y)
@@ -197,19 +185,9 @@ def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def forget() -> str:
-    model = begin()
-    return error_of(lambda: forgetful_step(model, *data()))
-
-
-def test_a_rank_that_calls_no_backward_is_named_with_the_call() -> None:
-    for message in run_ranks(forget, 2):
-        assert "pipeline rank 1 took another way through microbatch 0" in message
-        assert "`model.backward`" in message
-
-
 @smp.step
 def slicing_step(model: Any, x: Tensor, longer: Tensor) -> Tensor:
+    """Take other rows of a value between layers on each rank, if told."""
     first, second = model.module
     hidden = first(x)[: 1 + int(longer.any()) * smp.pp_rank()]
     loss: Tensor = second(hidden).square().mean()
@@ -217,27 +195,39 @@ def slicing_step(model: Any, x: Tensor, longer: Tensor) -> Tensor:
     return loss
 
 
-def slice_differently(steps: int) -> str:
-    """Let ranks take other rows of a value between layers in the last of some steps."""
-    model = begin()
-    x, _ = data()
-    for _ in range(steps - 1):
-        slicing_step(model, x, torch.zeros(8))
-    return error_of(lambda: slicing_step(model, x, torch.ones(8)))
-
-
-@pytest.mark.parametrize(
-    ("steps", "text"),
-    [
-        (1, "rank 0 sends float64[1, 6] for `1` in microbatch 0, where pipeline rank 1 expects float64[2, 6]"),
-        (2, "`a transfer of float64[2, 6] from rank 0 to rank 1`, not `a transfer of float64[1, 6] from rank 0 to"),
-    ],
-    ids=["from the beginning", "after the record"],
-)
-def test_ranks_that_expect_values_of_other_shapes_are_named_with_what_each_has(steps: int, text: str) -> None:
+DIFFERENT: dict[str, tuple[Callable[[Any, Tensor, Tensor], object], list[str]]] = {
+    "steps": (
+        lambda model, x, _: (train_step if smp.pp_rank() == 0 else other_step)(model, x, x),
+        [
+            "pipeline rank 1 called the step `other_step` (training, with gradients)",
+            "and pipeline rank 0 the step `train_step` (training, with gradients)",
+        ],
+    ),
+    "backwards": (forgetful_step, ["pipeline rank 1 took another way through microbatch 0", "`model.backward`"]),
     # Gloo ended the process, and named neither a rank nor a value; a value that was too short was taken as it was.
-    for message in run_ranks(slice_differently, 2, steps):
-        assert text in message
+    "shapes, from the beginning": (
+        lambda model, x, _: slicing_step(model, x, torch.ones(8)),
+        ["rank 0 sends float64[1, 6] for `1` in microbatch 0, where pipeline rank 1 expects float64[2, 6]"],
+    ),
+    "shapes, after the record": (
+        lambda model, x, _: [slicing_step(model, x, each) for each in (torch.zeros(8), torch.ones(8))],
+        ["`a transfer of float64[2, 6] from rank 0 to rank 1`, not `a transfer of float64[1, 6] from rank 0 to"],
+    ),
+}
+
+
+def differ(what: str) -> str:
+    model = begin()
+    return error_of(lambda: DIFFERENT[what][0](model, *data()))
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_do_not_do_the_same_are_named_with_what_each_does(what: str) -> None:
+    for message in run_ranks(differ, 2, what):
+        assert all(text in message for text in DIFFERENT[what][1]), message
+
+
+# --- what may not be done at all --------------------------------------------------------------------------------------
 
 
 def average_weights(model: Any, x: Tensor) -> Any:

@@ -7,7 +7,9 @@ import importlib
 import random
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
-from tests.models import WIDTH, Case, block, mse_step, vectors
+from tests.models import WIDTH, Case, mse_step, sequential, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import error_of, evaluate, on_ranks, over_ranks
 from tests.train import Way, batch, build, same, training
@@ -40,10 +42,6 @@ class Recipe:
     scale = 2.0
 
 
-def model() -> nn.Module:
-    return nn.Sequential(block(), block(), nn.Linear(WIDTH, WIDTH))
-
-
 def any_step(model: Any, inputs: Any, y: Any = None, recipe: Any = None) -> Tensor:
     if isinstance(inputs, Sample):
         inputs, y = inputs.x, inputs.y
@@ -54,40 +52,35 @@ def any_step(model: Any, inputs: Any, y: Any = None, recipe: Any = None) -> Tens
     return loss
 
 
-@dataclass(frozen=True)
-class ByRank:
-    """Makes what pipeline rank 0 passes, and on the others what they do."""
-
-    row: str
-
-    def __call__(self, size: int, generator: torch.Generator) -> tuple[Any, ...]:
-        x, y = vectors(size, generator)
-        rows: dict[str, tuple[Any, Any]] = {
-            "empty tensors": ((x, y), (torch.empty(0), torch.empty(0))),
-            "other shapes and dtypes": ((x, y), (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(1))),
-            "None": ((x, y), (None, None)),
-            "a dict with other keys": (({"x": x, "more": [y, {"note": "a"}]},), ({"z": 1},)),
-            "a tensor given twice": ((x, x), (x, y)),
-            "a class": ((Sample(x, y), None, Recipe()), (None, 3, Recipe())),
-            # CutMix makes such a number of what it has drawn, on each rank another one.
-            "a number of numpy's": ((x, y, np.float64(2.0)), (x, y, np.float64(3.0))),
-            "another memory order": ((x.t().contiguous().t(), y), (x, y)),
-        }
-        return rows[self.row][min(smp.pp_rank(), 1)]
+def by_rank(row: str, size: int, generator: torch.Generator) -> tuple[Any, ...]:
+    """Return what pipeline rank 0 passes, and on the others what they do."""
+    return ROWS[row](*vectors(size, generator))[min(smp.pp_rank(), 1)]
 
 
-ROWS = ("empty tensors", "other shapes and dtypes", "None", "a dict with other keys", "a tensor given twice", "a class")
+ROWS: dict[str, Callable[[Tensor, Tensor], tuple[Any, Any]]] = {
+    "empty tensors": lambda x, y: ((x, y), (torch.empty(0), torch.empty(0))),
+    "other shapes and dtypes": lambda x, y: ((x, y), (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(1))),
+    "None": lambda x, y: ((x, y), (None, None)),
+    "a dict with other keys": lambda x, y: (({"x": x, "more": [y, {"note": "a"}]},), ({"z": 1},)),
+    "a tensor given twice": lambda x, y: ((x, x), (x, y)),
+    "a class": lambda x, y: ((Sample(x, y), None, Recipe()), (None, 3, Recipe())),
+    # CutMix makes such a number of what it has drawn, on each rank another one.
+    "a number of numpy's": lambda x, y: ((x, y, np.float64(2.0)), (x, y, np.float64(3.0))),
+    "another memory order": lambda x, y: ((x.t().contiguous().t(), y), (x, y)),
+}
+
+
 ONE_RANK = Way(microbatches=2, batches=(8, 4, 8))
 
 
-@pytest.mark.parametrize("row", [*ROWS, "a number of numpy's", "another memory order"])
+@pytest.mark.parametrize("row", ROWS)
 def test_all_ranks_use_the_arguments_of_rank_0(row: str) -> None:
-    same(Case(model, ByRank(row), any_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
+    same(Case(sequential, partial(by_rank, row), any_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
 
 
 def test_tensor_parallel_ranks_compare_what_the_first_ranks_of_their_pipelines_pass() -> None:
     way = Way(pipeline=2, replicas=2, tensor=2, microbatches=2)
-    same(Case(model, ByRank("empty tensors"), any_step), way, like=Way(replicas=2, microbatches=2))
+    same(Case(sequential, partial(by_rank, "empty tensors"), any_step), way, like=Way(replicas=2, microbatches=2))
 
 
 def drawing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -104,7 +97,7 @@ def seeded_by_rank(size: int, generator: torch.Generator) -> tuple[Any, ...]:
 
 def test_all_ranks_draw_in_a_step_what_rank_0_draws() -> None:
     # The first layer got other numbers than the loss, without a word.
-    same(Case(model, seeded_by_rank, drawing_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
+    same(Case(sequential, seeded_by_rank, drawing_step), replace(ONE_RANK, pipeline=2), like=ONE_RANK)
 
 
 @smp.step
@@ -129,7 +122,7 @@ def test_all_ranks_draw_in_an_evaluation_what_rank_0_draws() -> None:
 
 # --- what a rank lacks ------------------------------------------------------------------------------------------------
 
-CASE = Case(model, vectors, any_step)
+CASE = Case(sequential, vectors, any_step)
 
 
 def wrapped() -> Any:

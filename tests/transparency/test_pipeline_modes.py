@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,14 +65,11 @@ def evaluation(case: Case) -> Callable[..., Any]:
     """Return the step of a case without its backward."""
 
     def forward_only(model: Any, *arguments: Any) -> Any:
-        return case.step(_WithoutBackward(model, 1), *arguments)
+        silent: Any = Plain(model, 1)
+        silent.backward = lambda *_: None
+        return case.step(silent, *arguments)
 
     return forward_only
-
-
-class _WithoutBackward(Plain):
-    def backward(self, *_: Any) -> None:
-        pass
 
 
 def play(case: Case, model: nn.Module, train: Callable[..., Any], evaluate: Callable[..., Any]) -> list[Any]:
@@ -100,16 +98,12 @@ def gpt2_step(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return out.loss, out.logits
 
 
-def dropping() -> nn.Module:
-    return gpt2(0.1)
-
-
-SINGLE = torch.float32
+DROPPING, SINGLE = partial(gpt2, 0.1), torch.float32
 CASES = {
     "BatchNorm": (Case(Normed, vectors, mse_step), 1e-12),
     "BatchNorm, autocast in the step": (Case(Normed, singles, autocast_step, SINGLE), 1e-6),
-    "dropout": (Case(dropping, tokens, gpt2_step), 1e-10),
-    "dropout in float32": (Case(dropping, tokens, gpt2_step, SINGLE), 1e-4),
+    "dropout": (Case(DROPPING, tokens, gpt2_step), 1e-10),
+    "dropout in float32": (Case(DROPPING, tokens, gpt2_step, SINGLE), 1e-4),
 }
 ANYWHERE = Way(pipeline=2, microbatches=MICROBATCHES, placement=5)
 MORE = [replace(ANYWHERE, pipeline=degree, placement=placement) for degree, placement in ((2, None), (4, -1), (4, 3))]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from tests.models import WIDTH, Case, by_torch, mse_step, plainly, vectors
+from tests.models import WIDTH, Case, Stack, by_torch, linear, mse_step, plainly, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, over_ranks
 from tests.train import Trace, Way, batch, build, check_same, run, whole, world
@@ -91,12 +91,13 @@ def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation(what: str, 
         check_same(trace, on_one_rank)
 
 
-class Mixing(nn.Module):
+class Mixing(Stack):
     """Mixes hidden values with those of others, and labels alike, as manifold mixup does."""
 
+    layer = staticmethod(linear)
+
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        super().__init__(8)
         for parameter in self.parameters():
             (nn.init.eye_ if parameter.ndim == 2 else nn.init.zeros_)(parameter)
 

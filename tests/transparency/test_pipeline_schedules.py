@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import MODELS, Case, autocast_step, block, by_torch, mse_step, singles, vectors
+from tests.models import MODELS, Case, Stack, autocast_step, block, by_torch, mse_step, singles, vectors
 from tests.pairwise import slow
 from tests.train import Way, same, train_with_sleeps
 
 VIRTUAL: dict[str, Any] = {"virtual_pipeline_degree": 2}
 SPLIT: dict[str, Any] = {"pipeline": "zero_bubble"}
+CHAIN = functools.partial(Stack, 8)
 
 
 class Recomputed(nn.Module):
@@ -30,16 +31,12 @@ class Recomputed(nn.Module):
         return by_torch(self.inside, x)
 
 
-def chain() -> nn.Module:
-    return nn.Sequential(*[block() for _ in range(8)])
-
-
 def partly_recomputed() -> nn.Module:
     return nn.Sequential(*[part() for _ in range(4) for part in (block, Recomputed)])
 
 
 SHAPES = {
-    "chain": Case(chain, vectors, mse_step),
+    "chain": Case(CHAIN, vectors, mse_step),
     "skip connections": MODELS["skip connections"],
     "tied": MODELS["tied modules"],
     "GPT-2": MODELS["GPT-2"],
@@ -47,7 +44,7 @@ SHAPES = {
 CASES = {
     **SHAPES,
     "partly recomputed": Case(partly_recomputed, vectors, mse_step),
-    "autocast": Case(chain, singles, autocast_step, torch.float32),
+    "autocast": Case(CHAIN, singles, autocast_step, torch.float32),
 }
 WAYS = (
     Way(pipeline=2, microbatches=8, config=VIRTUAL),

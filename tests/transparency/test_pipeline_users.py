@@ -1,4 +1,4 @@
-"""What models and steps do besides calling layers works over pipelines as in one process, or is refused."""
+"""What models and steps do besides calling layers works over pipelines as in one process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
-from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, Loop, Stack, block, mse_step, vectors
 from tests.models_of_others import EAGER, GROUPED, causal
-from tests.ranks import run_ranks
-from tests.torch.steps import error_of, in_a_row, on_ranks
-from tests.train import Way, run, same
+from tests.torch.steps import in_a_row, on_ranks
+from tests.train import Way, same
 from tests.transparency.recorded import placed, record
 
 
@@ -95,31 +92,6 @@ class Remembering(Stack):
             self.hooked = True
         self.seen.append(len(self.seen))
         return super().forward(x) + WIDTH * len(self.seen)
-
-
-class Stateful(nn.Linear):
-    """A layer with a hidden state."""
-
-    hidden: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        x = torch.tanh(x if self.hidden is None else x + self.hidden)
-        self.hidden = x.detach()
-        return x
-
-
-class Ring(Stack):
-    """Goes round its layers three times: several microbatches are on their way through a layer at once."""
-
-    layer = staticmethod(functools.partial(Stateful, WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            layer.hidden = None  # type: ignore[assignment]  # as recurrent and spiking models do before a sequence
-        for _ in range(3):
-            x = super().forward(x)
-        return x
 
 
 def scripted() -> nn.Module:
@@ -359,214 +331,9 @@ def test_buffers_in_a_module_of_one_rank_are_those_of_the_rank_that_changes_them
     smp.barrier()
 
 
-# --- what cannot work is refused --------------------------------------------------------------------------------------
-
-
-class Noting(nn.Linear):
-    """Keeps a loss of its own as an attribute."""
-
-    loss = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        self.loss = x.pow(2).mean()
-        return x.tanh()
-
-
-def noted_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = functional.mse_loss(model(x), y) + sum(layer.loss for layer in model.module)
-    model.backward(loss)
-    return loss
-
-
-def gradient_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    prediction = model(x)
-    (gradient,) = torch.autograd.grad(prediction.sum(), x, create_graph=True)
-    loss = functional.mse_loss(prediction, y) + gradient.pow(2).mean()
-    model.backward(loss)
-    return loss
-
-
-def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
-    loss = mse_step(model, x, y)
-    return loss if smp.pp_rank() == 0 else None
-
-
-def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    model(x)
-    loss: Tensor = (model.module.kept.values[0] - y).square().mean()
-    model.backward(loss)
-    return loss
-
-
-def summed(x: Tensor) -> float:
-    return x.sum().item()
-
-
-class Writing(nn.Linear):
-    """Writes into a dict that it is given."""
-
-    def forward(self, x: Tensor, seen: dict[str, Any] | None = None) -> Tensor:
-        out = super().forward(x)
-        if seen is not None:
-            seen["first"] = out
-        return out
-
-
-class Reading(nn.Linear):
-    """Reads what another layer has left as an attribute."""
-
-    def __init__(self, other: Any) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.others = [other]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.others[0].left
-
-
-class Leaving(nn.Linear):
-    """Leaves a value as an attribute that is None at first."""
-
-    left: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left = super().forward(x)
-        return self.left
-
-
-class Between(Centring):
-    """Hands values on between its two layers in other ways than by arguments and results."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.first, Writing):
-            seen: dict[str, Tensor] = {}
-            return self.second(self.first(x, seen)) + seen["first"]
-        return super().forward(self.second(self.first(x)))
-
-
-class Bypassing(Between):
-    """Calls a layer's forward in place of the layer."""
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.first.forward(x))
-
-
-def noting(**more: Any) -> Any:
-    return begin(*[Noting(WIDTH, WIDTH) for _ in range(2)], **more)
-
-
-def extending(more: Callable[[Tensor], object]) -> Any:
-    """Return a model whose first layer passes its input on."""
-    module = Extending(more)
-    nn.init.eye_(module.layers[0].weight)  # type: ignore[arg-type]
-    nn.init.zeros_(module.layers[0].bias)  # type: ignore[arg-type]
-    return begin(*module.layers, around=module)
-
-
-def between(first: nn.Module, second: nn.Module) -> Any:
-    return begin(first, second, around=Between(first, second))
-
-
-def leaving_and_reading() -> Any:
-    first = Leaving(WIDTH, WIDTH)
-    return between(first, Reading(first))
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "a loss kept as an attribute": (noting, noted_step, "return it from the module's forward"),
-    "a layer's forward": (
-        lambda: begin(*(layers := [nn.Linear(WIDTH, WIDTH), block()]), around=Bypassing(*layers)),
-        mse_step,
-        "computed from weights, as by `layer.forward(x)`",
-    ),
-    "a gradient penalty": (noting, gradient_step, "take others inside a torch.nn.Module"),
-    "a result on one rank only": (noting, returning_step, "returned other things from the step"),
-    # It trained, though `smpkit plan` showed no backward.
-    "a backward where none is planned": (
-        functools.partial(noting, pipeline="_only_forward"),
-        mse_step,
-        "`pipeline: _only_forward`",
-    ),
-    # Other ranks kept a copy of the first microbatch's for all later ones: wrong losses, and no gradients.
-    "an object that a layer returns": (
-        functools.partial(extending, Kept),
-        looking_step,
-        "`layers.0` returned an object of the type Kept",
-    ),
-    "another number that a layer returns": (
-        functools.partial(extending, summed),
-        mse_step,
-        "`layers.0` returned 12.0 the first time and 24.0 now",
-    ),
-    # Ranks ended with a KeyError and a TypeError of None; the buffer was another one in each checkpoint.
-    "a value handed on in a dict": (
-        lambda: between(Writing(WIDTH, WIDTH), block()),
-        mse_step,
-        "UsageError: `first` wrote into a dict, a list or a data",
-    ),
-    "a value handed on as an attribute": (
-        leaving_and_reading,
-        mse_step,
-        "what layers of this pipeline rank have left in them",
-    ),
-    "a value handed on in a buffer": (
-        lambda: between(block(), block()),
-        mse_step,
-        "the buffer `mean` of the model was assigned a value that",
-    ),
-}
-
-
-def take_step(name: str) -> None:
-    build, step, _ = REFUSED[name]
-    x = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, WIDTH)
-    smp.step(step)(build(), x, x)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_with_what_to_do(name: str) -> None:
-    with pytest.raises(RankFailed) as caught:
-        run_ranks(take_step, 2, name)
-    assert REFUSED[name][2] in str(caught.value)
-
-
 @on_ranks(2)
-def test_gradients_are_not_for_the_code_inside_a_step() -> None:
-    # A step that did all of a loop's body trained nothing, without a word.
-    model = noting()
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    calls: dict[str, Callable[[], object]] = {
-        "optimizer.zero_grad": optimizer.zero_grad,
-        "model.zero_grad": model.zero_grad,
-        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        "clip_grad_value_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        "optimizer.step": optimizer.step,
-    }
-
-    @smp.step
-    def step(model: Any, x: Tensor) -> None:
-        model.backward(model(x).sum())
-        for name, call in calls.items():
-            assert f"{name} was called inside a step" in error_of(call)
-        calls.clear()  # later microbatches find gradients of this one
-
-    step(model, torch.ones(4, WIDTH))
-
-
-def test_a_tensor_that_a_module_keeps_where_a_rank_is_visited_again_is_refused() -> None:
-    # Microbatches mixed what modules keep: the losses were other ones, without a word.
-    message = r"`layers\.\d\.hidden`, a tensor that is neither a weight nor a buffer, changed in a microbatch"
-    with pytest.raises(RankFailed, match=message):
-        run(Case(Ring, vectors, mse_step), Way(pipeline=2, placement=-1))
-
-
-@on_ranks(2)
-def test_a_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
-    model = begin(block(), block(), microbatches=4)
-    with pytest.raises(UsageError, match=r"batch size 10 .* is not divisible by 4 microbatches"):
-        smp.step(mse_step)(model, torch.ones(10, WIDTH), torch.ones(10, WIDTH))
+def test_a_synchronised_norm_waits_for_replicas_and_not_for_other_stages() -> None:
+    # Torch's default is all ranks of the job; on a CPU its forward is refused by torch.
+    norm = nn.SyncBatchNorm(WIDTH)
+    begin(nn.Linear(WIDTH, WIDTH), norm)
+    assert norm.process_group is smp.get_dp_process_group()

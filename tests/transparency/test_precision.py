@@ -13,19 +13,7 @@ from smpkit.torch.step import collate
 from tests import models
 from tests.models import Case
 from tests.ranks import run_ranks
-from tests.train import (
-    OPTIMIZERS,
-    Plain,
-    Trace,
-    Way,
-    batch,
-    build,
-    check_same,
-    flat,
-    part,
-    trace_of,
-    training,
-)
+from tests.train import OPTIMIZERS, Plain, Trace, Way, batch, build, check_same, flat, part, trace_of, training
 
 # Large enough that the first steps overflow, small enough that later ones do not; grows again after three good ones.
 DYNAMIC = {"init_scale": 2.0**22, "scale_window": 3, "scale_factor": 4.0, "min_scale": 1.0, "delayed_shift": 2}

@@ -66,10 +66,7 @@ def load(model: str, way: Way, folder: Path) -> Values:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("model", "saved", "now"),
-    [
-        ("Llama", divided(2, 2), divided(1, 2)),
-        ("GPT-2", divided(1, 2), divided(2, 1)),
-    ],
+    [("Llama", divided(2, 2), divided(1, 2)), ("GPT-2", divided(1, 2), divided(2, 1))],
     ids=str,
 )
 def test_a_folder_loads_in_transformers_and_on_other_ranks(model: str, saved: Way, now: Way, tmp_path: Path) -> None:

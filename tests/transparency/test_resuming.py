@@ -15,6 +15,7 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.load import _number
 from tests.models import MODELS, Case, mse_step, sequential, singles
+from tests.pairwise import slow
 from tests.ranks import run_ranks
 from tests.train import (
     TOLERANCE,
@@ -109,24 +110,19 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "now"), FEW)
+EACH_FOR_THE_NEXT = zip(LAYOUTS, [*[*LAYOUTS][1:], *[*LAYOUTS][:1]], strict=True)
+
+
+@pytest.mark.parametrize(("saved", "now"), [*FEW, *slow(EACH_FOR_THE_NEXT)])
 def test_a_job_resumes_on_other_ranks(saved: str, now: str, tmp_path: Path) -> None:
     check(LOOP, LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
 
 
-@SLOW
-@pytest.mark.parametrize(("saved", "now"), list(zip(LAYOUTS, [*[*LAYOUTS][1:], *[*LAYOUTS][:1]], strict=True)))
-def test_each_layout_saves_for_the_next(saved: str, now: str, tmp_path: Path) -> None:
-    check(LOOP, LAYOUTS[saved], LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
-
-
-@pytest.mark.parametrize("way", [divided(1, 2), pytest.param(divided(1, 4), marks=SLOW)], ids=str)
-def test_packed_weights_and_their_states_resume_on_one_rank(way: Way, tmp_path: Path) -> None:
-    check(GPT_2, way, divided(), tmp_path, TOLERANCE, is_plain=True)
-
-
-def test_packed_weights_and_their_states_resume_in_shards(tmp_path: Path) -> None:
-    check(GPT_2, divided(1, 2), LAYOUTS["sharded data"], tmp_path, TOLERANCE, is_plain=True)
+@pytest.mark.parametrize(
+    ("tensor", "now"), [(2, "one rank"), (2, "sharded data"), pytest.param(4, "one rank", marks=SLOW)]
+)
+def test_packed_weights_and_their_states_resume_on_other_ranks(tensor: int, now: str, tmp_path: Path) -> None:
+    check(GPT_2, divided(1, tensor), LAYOUTS[now], tmp_path, TOLERANCE, is_plain=True)
 
 
 def test_numbers_of_weights_resume_beside_other_weights(tmp_path: Path) -> None:

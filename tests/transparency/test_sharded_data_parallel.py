@@ -19,10 +19,22 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
-from tests.models import MODELS, WIDTH, Case, TiedFunctional, mse_step, singles, token_step, tokens, vectors
+from tests.models import MODELS, WIDTH, Case, Stack, TiedFunctional, mse_step, singles, token_step, tokens
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
-from tests.train import Trace, Way, batch, build, differ, reference, same, trace_of, training, world
+from tests.train import (
+    Trace,
+    Way,
+    batch,
+    build,
+    checkpoint_layers,
+    differ,
+    same,
+    trace_of,
+    train_plainly,
+    training,
+    world,
+)
 
 CASE = MODELS["tied by a function"]
 
@@ -33,12 +45,8 @@ def way_of(*, replicas: int = 2, config: dict[str, Any] | None = None, **more: A
     return Way(**{"replicas": replicas, "microbatches": 2, "optimizer": "AdamW", "config": sharding, **more})
 
 
-def checkpoint(module: Any) -> None:
-    smp.set_activation_checkpointing(module.layers, strategy="each")
-
-
 ROWS = [
-    ("tied by a function", way_of(prepare=checkpoint)),
+    ("tied by a function", way_of(prepare=checkpoint_layers)),
     ("frozen and unused parameters", way_of(replicas=4, accumulation=2, batches=(8,) * 4, clip=0.05, early=True)),
     ("BatchNorm", way_of(optimizer="Adagrad", prepare=differ, config={"sdp_param_persistence_threshold": 9})),
     ("tied by a function", way_of(optimizer="LAMB", accumulation=2, batches=(8,) * 4, stepwise=False, microbatches=1)),
@@ -54,21 +62,15 @@ def norm_of(trace: Trace, kind: float = 2.0) -> float:
     return nn.utils.get_total_norm([each for each in trace.gradients.values() if each is not None], kind).item()
 
 
-ONE_STEP = way_of(replicas=4, batches=(8,))
-
-
-@pytest.fixture
-def plain() -> Trace:
-    return reference(CASE, ONE_STEP)[0]
-
-
 def num_elements(tensors: Iterable[Any]) -> int:
     return sum(each.to_local().numel() for each in tensors)
 
 
 @on_ranks(4)
-def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all(plain: Trace) -> None:
-    with training(CASE, ONE_STEP) as script:
+def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all() -> None:
+    way = way_of(replicas=4, batches=(8,))
+    plain = train_plainly(CASE, way)[0]
+    with training(CASE, way) as script:
         script.run(0)
         model, parameters = script.model, [*script.model.parameters()]
         held, whole = num_elements(parameters), sum(each.numel() for each in plain.values.values())
@@ -210,7 +212,7 @@ def test_a_gradient_penalty_trains_if_weights_are_kept() -> None:
 
 # --- half precision ---------------------------------------------------------------------------------------------------
 
-SCALE, CLIP, STEPS = 2.0**10, 0.5, 3
+SCALE, STEPS = 2.0**10, 3
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -229,57 +231,46 @@ class PartlyFloat32Block(nn.Module):
         return x + self.norm(self.grow(x.to(self.grow.weight.dtype))) * gate.sigmoid()
 
 
-class PartlyFloat32(nn.Module):
+class PartlyFloat32(Stack):
     """Blocks with parts that half precision leaves in float32: batch normalisation, and what the model names.
 
     What a block adds to is in float32, too, as in a Mamba.
     """
 
+    layer = PartlyFloat32Block
     _keep_in_fp32_modules_strict = ("gate.weight", "gate.bias", "sinks")
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(PartlyFloat32Block() for _ in range(2))
+        super().__init__(2)
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+        return self.norm(super().forward(x.float()))
 
 
-PARTLY = Case(PartlyFloat32, vectors, mse_step, torch.float32)
+PARTLY = Case(PartlyFloat32, singles, mse_step, torch.float32)
 
 
 def train_in_half(precision: str, folder: Path) -> tuple[dict[str, Tensor], float]:
     """Train all replicas on the same batches, one block from the second on; return weights, and the last scale."""
-    way = way_of(clip=CLIP, microbatches=1, config={precision: True})
-
-    def make(lr: float) -> tuple[Any, Any]:
-        module = build(PARTLY)
-        module.get_submodule("blocks.0").requires_grad_(False)
-        model = smp.DistributedModel(module)
-        inner = torch.optim.AdamW(model.parameters(), lr=lr)
-        return model, smp.DistributedOptimizer(inner, dynamic_loss_scale=True, init_scale=SCALE)
-
-    with world(way):
-        model, optimizer = make(0.05)
-        step = smp.step(mse_step)
+    scaling = {"dynamic_loss_scale": True, "init_scale": SCALE}
+    way = way_of(clip=0.5, microbatches=1, config={precision: True}, scaling=scaling)
+    with training(PARTLY, way) as script:
+        model, optimizer = script.model, script.optimizer
         for number in range(STEPS):
-            model.module.get_submodule("blocks.0").requires_grad_(number > 0)
-            optimizer.zero_grad()
-            step(model, *(each.float() for each in batch(PARTLY, number, 8)))
-            optimizer.step()
+            model.module.get_submodule("layers.0").requires_grad_(number > 0)
+            script.step(*batch(PARTLY, number, 8))
         weights = copy.deepcopy(model.state_dict())
-        next(model.parameters()).grad.mul_(float("inf") if precision == "fp16" and smp.rank() else 1)
+        first: Any = next(model.parameters())
+        first.grad.mul_(float("inf") if precision == "fp16" and smp.rank() else 1)
         optimizer.step()
         assert optimizer.overflow is (precision == "fp16")
         smp.save_checkpoint(folder, tag="saved")
         saved, scale = copy.deepcopy(model.state_dict()), optimizer.loss_scale
     for with_states in (False, True):
-        with world(way):
-            model, optimizer = make(0.07)
+        with training(PARTLY, way) as script:
+            model, optimizer = script.model, script.optimizer
+            optimizer.param_groups[0]["lr"] = 0.07
             smp.resume_from_checkpoint(folder, load_sharded_optimizer_state=with_states)
             assert all(torch.equal(each, saved[name]) for name, each in model.state_dict().items())
             assert optimizer.loss_scale == scale
@@ -295,20 +286,20 @@ def test_half_precision_computes_with_copies_of_weights_in_float32(precision: st
     dtype = HALVES[precision]
     scale = SCALE if precision == "fp16" else 1.0
     model = build(PARTLY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, eps=1e-4)  # as that of tests.train
     for number in range(STEPS):
-        model.get_submodule("blocks.0").requires_grad_(number > 0)
+        model.get_submodule("layers.0").requires_grad_(number > 0)
         half = copy.deepcopy(model)
         for name, module in half.named_modules():
             if name.endswith("grow"):
                 module.to(dtype)
-        x, y = (each.float() for each in batch(PARTLY, number, 8))
+        x, y = batch(PARTLY, number, 8)
         (functional.mse_loss(half(x.to(dtype)).float(), y) * scale).backward()
         for weight, copied in zip(model.parameters(), half.parameters(), strict=True):
             weight.grad = None if copied.grad is None else copied.grad.float() / scale
         for buffer, counted in zip(model.buffers(), half.buffers(), strict=True):
             buffer.copy_(counted)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     for weights, last_scale in run_ranks(train_in_half, 2, precision, tmp_path):
         assert last_scale == (SCALE / 2 if precision == "fp16" else 1.0)
@@ -413,23 +404,14 @@ def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() ->
     assert repeated_blocks(nn.Linear(2, 2)) == []
 
 
-CLIPPED = way_of(clip=0.25, batches=(8,))
-
-
-@pytest.fixture
-def clipped() -> tuple[float, Tensor]:
-    """Return the norm before clipping and all weights after it, sorted, as in one process."""
-    values = reference(CASE, CLIPPED)[0].values.values()
-    norm = norm_of(reference(CASE, replace(CLIPPED, clip=0.0))[0])
-    return norm, torch.cat([each.flatten() for each in values]).float().sort().values
-
-
 @on_ranks(2)
-def test_scripts_can_read_their_shards(clipped: tuple[float, Tensor]) -> None:
+def test_scripts_can_read_their_shards() -> None:
     """See what a script finds on the parameters and the optimizer, after a step that it clips."""
-    norm, whole = clipped
+    way = way_of(clip=0.25, batches=(8,))
+    norm = norm_of(train_plainly(CASE, replace(way, clip=0.0))[0])
+    whole = torch.cat([each.flatten() for each in train_plainly(CASE, way)[0].values.values()]).float().sort().values
     wholes = dict(build(CASE).named_parameters())
-    with training(CASE, CLIPPED) as script:
+    with training(CASE, way) as script:
         optimizer = script.optimizer
         names: dict[Any, str] = {each: name for name, each in script.model.module.named_parameters()}
         parameters = list(names)

@@ -16,30 +16,17 @@ import smpkit.torch as smp
 from tests.models import CASES, Case
 from tests.pairwise import pairwise, slow
 from tests.train import Way, differ, same
+from tests.transparency.test_tensor_parallel_modules import CAUSAL, DROPOUTS, LENGTH, PRE, SIZES
 
-TOKENS, LENGTH = 17, 8  # a vocabulary that ranks cannot divide evenly
+TOKENS = 17  # a vocabulary that ranks cannot divide evenly
 
 
 def language_model() -> nn.Module:
     """A transformer of `smp.nn`, whose other sizes four ranks divide."""
     if not smp.is_initialized():  # for the reference in one process
         smp.init()
-    return smp.nn.DistributedTransformerLMHead(
-        num_layers=2,
-        num_attention_heads=4,
-        attention_head_size=4,
-        hidden_size=16,
-        intermediate_size=24,
-        vocab_size=TOKENS,
-        num_positions=LENGTH,
-        attention_dropout_prob=0.0,
-        hidden_dropout_prob=0.0,
-        initializer_range=0.2,
-        use_normal_initialization=True,
-        causal_mask_size=LENGTH,
-        pre_layernorm=True,
-        post_layernorm=False,
-    )
+    sizes = {**SIZES, "num_layers": 2, "vocab_size": TOKENS, "num_positions": LENGTH, "initializer_range": 0.2}
+    return smp.nn.DistributedTransformerLMHead(**sizes, **DROPOUTS, **PRE, **CAUSAL, use_normal_initialization=True)
 
 
 def tokens(size: int, generator: torch.Generator) -> tuple[Tensor]:

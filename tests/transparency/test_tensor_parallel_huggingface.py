@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ from smpkit.torch.core.module_call import ModuleCall
 from tests.models_of_others import DIVISIBLE, PARTLY_DIVIDED
 from tests.pairwise import slow
 from tests.torch.steps import on_ranks
-from tests.train import Way, batch, build, same
+from tests.train import Way, batch, build, checkpoint_layers, same
 
 TOLERANCE = 1e-6  # Hugging Face computes losses, norms and some scores in float32
 
@@ -26,9 +27,7 @@ def divide(module: nn.Module) -> None:
 
 def divide_and_checkpoint(module: nn.Module) -> None:
     divide(module)
-    for each in module.modules():
-        if isinstance(each, nn.ModuleList):
-            smp.set_activation_checkpointing(each)
+    checkpoint_layers(module)
 
 
 def divide_and_checkpoint_as_transformers_4(module: Any) -> None:
@@ -79,14 +78,17 @@ def test_a_model_trains_as_in_one_process(name: str, way: Way) -> None:
     same(DIVISIBLE[name], way, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "way"), [("Llama", SHARED), ("Llama", OWN_FOR_MEMORY)], ids=str)
-def test_a_checkpointed_model_trains_as_in_one_process(name: str, way: Way) -> None:
-    same(DIVISIBLE[name], replace(way, prepare=divide_and_checkpoint), tolerance=TOLERANCE)
-
-
-def test_a_checkpoint_without_gradients_in_forward_trains_as_one_process() -> None:
-    way = replace(SHARED_FOR_MEMORY, prepare=divide_and_checkpoint_as_transformers_4)
-    same(DIVISIBLE["Llama"], way, tolerance=TOLERANCE)
+@pytest.mark.parametrize(
+    ("way", "prepare"),
+    [
+        (SHARED, divide_and_checkpoint),
+        (OWN_FOR_MEMORY, divide_and_checkpoint),
+        (SHARED_FOR_MEMORY, divide_and_checkpoint_as_transformers_4),
+    ],
+    ids=["whole samples", "own samples", "without gradients in forward"],
+)
+def test_a_checkpointed_model_trains_as_in_one_process(way: Way, prepare: Callable[[Any], None]) -> None:
+    same(DIVISIBLE["Llama"], replace(way, prepare=prepare), tolerance=TOLERANCE)
 
 
 @on_ranks(2)

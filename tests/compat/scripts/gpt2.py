@@ -18,6 +18,7 @@ import torch
 from torch import optim
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
+BATCH, LENGTH, VOCABULARY = 8, 12, 96
 SMP_VERSION = int("".join(smdistributed.modelparallel.__version__.split(".")[:2]))
 
 
@@ -42,27 +43,14 @@ def test_step(model, input_ids, attention_mask):
 def parse_args():
     parser = argparse.ArgumentParser()
     parser.add_argument("--max_steps", type=int, default=4)
-    parser.add_argument("--train_batch_size", type=int, default=8)
-    parser.add_argument("--max_context_width", type=int, default=12)
-    parser.add_argument("--vocab_size", type=int, default=96)
-    parser.add_argument("--hidden_width", type=int, default=16)
-    parser.add_argument("--num_layers", type=int, default=4)
-    parser.add_argument("--num_heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--weight_decay", type=float, default=0.2)
-    parser.add_argument("--seed", type=int, default=12345)
-    parser.add_argument("--tensor_parallel_degree", type=int, default=1)
-    parser.add_argument("--pipeline_parallel_degree", type=int, default=1)
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--prescaled_batch", type=int, default=0)
-    parser.add_argument("--shard_optimizer_state", type=int, default=0)
-    parser.add_argument("--offload_activations", type=int, default=0)
-    parser.add_argument("--manual_partition", type=int, default=0)
-    parser.add_argument("--logits_output", type=int, default=0)
+    for degree in ("tensor_parallel_degree", "pipeline_parallel_degree", "microbatches"):
+        parser.add_argument(f"--{degree}", type=int, default=1)
+    for switch in ("prescaled_batch", "shard_optimizer_state", "offload_activations", "manual_partition"):
+        parser.add_argument(f"--{switch}", type=int, default=0)
+    for switch in ("logits_output", "save_at", "load_partial"):
+        parser.add_argument(f"--{switch}", type=int, default=0)
     parser.add_argument("--checkpoint-dir", default="")
     parser.add_argument("--start-from", default="", help="a plain state dict of Hugging Face")
-    parser.add_argument("--save_at", type=int, default=0)
-    parser.add_argument("--load_partial", type=int, default=0)
     parser.add_argument("--model-dir", default=".")
     parser.add_argument("--report", default="")
     return parser.parse_known_args()[0]
@@ -78,11 +66,11 @@ def param_groups(module, weight_decay):
 def batch_of(args, step, device):
     """Return this replica's part of the step's tokens, which count up from random beginnings."""
     generator = torch.Generator().manual_seed(1000 + step)
-    start = torch.randint(0, args.vocab_size, (args.train_batch_size, 1), generator=generator)
-    tokens = (start + torch.arange(args.max_context_width)) % args.vocab_size
+    start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
+    tokens = (start + torch.arange(LENGTH)) % VOCABULARY
     prescaled = args.prescaled_batch and smp.tp_size() > 1
     rank, size = (smp.rdp_rank(), smp.rdp_size()) if prescaled else (smp.dp_rank(), smp.dp_size())
-    share = args.train_batch_size // size
+    share = BATCH // size
     tokens = tokens[rank * share : (rank + 1) * share]
     return tokens, torch.ones_like(tokens)
 
@@ -112,20 +100,10 @@ def main():
     assert SMP_VERSION >= 110
     torch.cuda.set_device(smp.local_rank())
     device = torch.device("cuda")
-    set_seed(args.seed)
-    config = GPT2Config(
-        vocab_size=args.vocab_size,
-        n_positions=args.max_context_width,
-        n_embd=args.hidden_width,
-        n_layer=args.num_layers,
-        n_head=args.num_heads,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    set_seed(12345)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 4, "n_head": 4}
+    without = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(**sizes, **without, use_cache=False)
     with smp.model_creation(
         tensor_parallelism=smp.tp_size() > 1,
         dtype=torch.float64,
@@ -147,7 +125,7 @@ def main():
         for layer in layers.children():
             smp.set_activation_checkpointing(layer)
 
-    optimizer = optim.AdamW(param_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
+    optimizer = optim.AdamW(param_groups(model, 0.2), lr=1e-2, betas=(0.9, 0.95))
     optimizer = smp.DistributedOptimizer(
         optimizer,
         static_loss_scale=None,
@@ -172,7 +150,7 @@ def main():
         output = train_step(model, optimizer, input_ids, attention_mask, args)
         loss_mb = output["loss"] if args.logits_output else output
         if args.logits_output:
-            assert torch.cat(tuple(output["logits"].outputs)).shape[-1] == args.vocab_size
+            assert torch.cat(tuple(output["logits"].outputs)).shape[-1] == VOCABULARY
         optimizer.step()
         scheduler.step()
         steps += 1

@@ -1,4 +1,4 @@
-"""Layers that keep, recompute or offload as a job chooses while it runs: on one simulated device and over ranks."""
+"""Layers that keep, recompute or offload as a script says, or as a job chooses while it runs, on simulated devices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,38 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.torch.offload import link
 from tests.device.scenarios.common import WIDTH, add, assert_same
-from tests.device.scenarios.steps import Stack
 from tests.torch.steps import train_step
 
 ROOM_OF_A_STAGE = 255_000
 """Bytes with which the second stage of `smp_chosen_by_stages` keeps two of its three layers: the first its only one."""
+
+
+class Small(nn.Module):
+    """A layer of few operators."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.dropout(functional.gelu(self.linear(x)), self.dropout)
+
+
+class Stack(nn.Module):
+    """Layers that can be checkpointed in groups, or inside of each other."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(Small(dropout), Small(0.0)) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 def smp_choose(
@@ -47,7 +69,9 @@ def smp_choose(
         optimizer.zero_grad()
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        loss = train_step(model, x.clone())
+        passed = x.clone(memory_format=torch.contiguous_format).pin_memory()
+        loss = train_step(model, passed)
+        passed.fill_(float("nan"))  # the user's memory is the user's again
         found.append(loss.reduce_mean().detach().cpu())
         found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
         optimizer.step()
@@ -56,6 +80,13 @@ def smp_choose(
     peak = torch.accelerator.max_memory_allocated() - before
     smp.shutdown()
     return found, peak, choices
+
+
+def smp_offloaded() -> None:
+    """Compare a training with and without `offload_activations`."""
+    expected, *_ = smp_choose({"microbatches": 2}, "group_2")
+    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
+        assert_same(smp_choose({"microbatches": 2, "offload_activations": True}, "group_2")[0], expected)
 
 
 def smp_chosen(strategy: str, offloads: bool | str, share: float, words: str) -> None:
@@ -88,6 +119,7 @@ def smp_chosen_by_stages() -> None:
     assert [*choices[-1].values()].count("keep") == (2 if len(choices[-1]) > 1 else 1), choices
 
 
+add("step, group_2", smp_offloaded, is_quick=True)
 add("auto, kept and recomputed", partial(smp_chosen, "auto", False, 0.6, "keep recompute"))
 add("auto, kept and offloaded", partial(smp_chosen, "auto", True, 1.1, "keep offload"))
 add("auto, of all three", partial(smp_chosen, "auto", "auto", 0.9, "keep"))

@@ -9,10 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import link
+from tests.device.models import on
 from tests.device.scenarios.common import DEVICE, add, assert_same, present_order
 from tests.models import Case, Dropping
 from tests.torch.pipeline import test_gpu_link_order
@@ -21,19 +22,11 @@ from tests.train import KINDS, Way, batch, checkpoint_layers, divide_layers, tra
 Kind = tuple[Case, Way]
 
 
-def built_on(device: str, build: Callable[[], nn.Module]) -> nn.Module:
-    return build().to(device)
-
-
-def on(device: str, case: Case) -> Case:
-    # Torch refuses to move a parameter to the device of a plug-in by `.data`, as a pipeline does: move them before.
-    return replace(case, build=partial(built_on, device, case.build))
-
-
 def trained(kind: Kind, *, steps: int = 3) -> list[Tensor]:
     """Return the losses of a small training, and its last weights."""
     case, way = kind
     found = []
+    # Torch refuses to move a parameter to the device of a plug-in by `.data`, as a pipeline does: move them before.
     with training(on("cpu" if way.tensor > 1 else DEVICE, case), way) as of_kind:
         for number in range(steps):
             torch.manual_seed(number)

@@ -1,4 +1,4 @@
-"""Steps of SMP v1's API, `smpkit.fit`, checkpoints in the background: each on one simulated device."""
+"""`smpkit.fit`, and checkpoints in the background: each on one simulated device."""
 
 from __future__ import annotations
 
@@ -14,69 +14,13 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.memory import Fitted, fit
-from smpkit.torch.offload import link
 from tests.device.scenarios.activations import make, train_step
 from tests.device.scenarios.common import WIDTH, add, assert_same, rows
 from tests.torch.steps import train_step as smp_step
-
-
-class Small(nn.Module):
-    """A layer of few operators."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + functional.dropout(functional.gelu(self.linear(x)), self.dropout)
-
-
-class Stack(nn.Module):
-    """Layers that can be checkpointed in groups, or inside of each other."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(Small(dropout), Small(0.0)) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def smp_train(offloads: bool) -> list[Tensor]:
-    """Train and return losses and gradients of all steps."""
-    smp.init({"microbatches": 2, "offload_activations": offloads})
-    with torch.device("cpu"):
-        torch.manual_seed(0)
-        module = Stack(0.3)
-        x = torch.randn(8, 4, WIDTH)
-    smp.set_activation_checkpointing(module.layers, strategy="group_2")
-    model = smp.DistributedModel(module)
-    found = []
-    for number in range(3):
-        torch.manual_seed(number)
-        model.zero_grad()
-        passed = x.clone(memory_format=torch.contiguous_format).pin_memory()
-        loss = smp_step(model, passed)
-        passed.fill_(float("nan"))  # the user's memory is the user's again
-        found.append(loss.reduce_mean().detach().cpu())
-        found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
-    smp.shutdown()
-    return found
-
-
-def smp_offloaded() -> None:
-    """Compare a training with and without `offload_activations`."""
-    expected = smp_train(offloads=False)
-    with mock.patch.object(link.AcceleratorLink, "min_bytes", 0):
-        assert_same(smp_train(offloads=True), expected)
-
-
-add("step, group_2", smp_offloaded, is_quick=True)
 
 
 def fitted(share: float) -> None:
