@@ -222,14 +222,10 @@ def test_reentrant_checkpointing_works_without_overlap() -> None:
     assert_close(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
 
 
-def build_different_models() -> None:
+@on_ranks(2, fails=r"ranks 0 and 1: 4 against 3 parameters")
+def test_replicas_of_different_models_are_named_not_hung_on() -> None:
     smp.init({"ddp": True})
     smp.DistributedModel(Branches(4 - smp.rank()))
-
-
-def test_replicas_of_different_models_are_named_not_hung_on() -> None:
-    with pytest.raises(RankFailed, match=r"ranks 0 and 1: 4 against 3 parameters"):
-        run_ranks(build_different_models, 2)
 
 
 @pytest.mark.usefixtures("world")

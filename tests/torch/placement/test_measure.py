@@ -19,13 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.testing.ranks import RankFailed
 from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.pipeline import measure_times
 from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recompute import region
-from tests.ranks import run_ranks
 from tests.torch.steps import announced, assignment, on_ranks, train_step
 
 WIDTH = 16
@@ -160,17 +158,13 @@ def test_a_wish_that_the_configuration_overrules_is_told(options: dict[str, Any]
     assert lines[:1] == ([f"{line}, not by measured execution times."] if smp.rank() == 0 else [])
 
 
-def measure_without_weights() -> None:
+@on_ranks(2, fails="UsageError: execution times cannot be measured")
+def test_a_model_without_weights_cannot_be_measured() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
     with smp.delay_param_initialization():
         module = slow_first()
     model = smp.DistributedModel(module, trace_execution_times=True)
     train_step(model, torch.ones(4, WIDTH))
-
-
-def test_a_model_without_weights_cannot_be_measured() -> None:
-    with pytest.raises(RankFailed, match="UsageError: execution times cannot be measured"):
-        run_ranks(measure_without_weights, 2)
 
 
 _INPUT = 16 * 64 * 4
