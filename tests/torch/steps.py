@@ -29,6 +29,15 @@ def train_step(model: Any, x: Tensor) -> Tensor:
 
 
 @smp.step
+def asking_step(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    if loss < 0:  # the microbatch comes back to all ranks with the answer
+        loss = -loss
+    model.backward(loss)
+    return loss
+
+
+@smp.step
 def evaluate(model: Any, x: Tensor) -> Any:
     return model(x)
 

@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, over_ranks
 from tests.train import Plain, in_turn
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*auto_partition")
 INIT = 2.0**6
 
 
@@ -86,7 +87,6 @@ def train_over_ranks(degree: int, microbatches: int, dtype: Any) -> tuple[dict[s
     return {name: value.detach() for name, value in model.local_named_parameters()}, scales
 
 
-@pytest.mark.filterwarnings("ignore:.*auto_partition")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("degree", [1, 2])
@@ -124,12 +124,10 @@ def overflow_on_the_last_rank(fused: bool) -> tuple[float, float, bool]:
     return scaler.get_scale(), float(len(optimizer.state)), kept
 
 
-@pytest.mark.filterwarnings("ignore:.*auto_partition")
 def test_an_overflow_of_one_pipeline_rank_skips_the_step_of_all() -> None:
     assert run_ranks(overflow_on_the_last_rank, 2, True) == [(INIT / 2, 0.0, True)] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*auto_partition")
 @on_ranks(2)
 def test_torchs_own_is_refused_where_ranks_have_different_gradients() -> None:
     module = build()

@@ -189,9 +189,8 @@ def test_places_that_a_model_says_are_described() -> None:
 
 
 def test_places_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(UsageError, match="partition 3 is no planned partition") as caught:
+    with pytest.raises(UsageError, match=r"partition 3 is no planned partition\nhint: valid are 0 to 1"):
         describe(ByHand, 2, by_hand=True)
-    assert "valid are 0 to 1" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -20,7 +20,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.reducer import Bucket, GradientReducer, ReduceTarget, plan_buckets
-from tests.models import Case
+from tests.models import Case, Does
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, train_step
 from tests.train import Trace, Training, Way, batch, same, trace_of, world
@@ -185,21 +185,15 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         model(torch.tensor([1])).sum().backward()
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x
+def reentrant() -> nn.Module:
+    again = partial(checkpoint, use_reentrant=True)
+    return Does(lambda own, x: again(own.layer, again(own.layer, x)), layer=nn.Linear(2, 2))
 
 
 def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
     smp.init({"ddp": True})
     torch.manual_seed(0)
-    model = smp.DistributedModel(Reentrant(), overlapping_allreduce=overlap)
+    model = smp.DistributedModel(reentrant(), overlapping_allreduce=overlap)
     for _ in range(2):
         model.zero_grad()
         train_step(model, torch.full((1, 2), smp.rank() + 1.0, requires_grad=True))
@@ -216,7 +210,7 @@ def test_reentrant_checkpointing_works_without_overlap() -> None:
     first, second = run_ranks(train_reentrant, 2, False)
     assert_close(first, second)
     torch.manual_seed(0)
-    model = Reentrant()
+    model = reentrant()
     for rank in range(2):
         model(torch.full((1, 2), rank + 1.0, requires_grad=True)).square().mean().backward()
     assert_close(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])

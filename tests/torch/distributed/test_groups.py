@@ -20,7 +20,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.groups import Groups
 from smpkit.torch.distributed.init import message_groups
-from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
 
 CPU = torch.device("cpu")
@@ -60,21 +59,15 @@ def test_the_timeout_of_a_default_group_that_the_script_made_stays(is_scripts: b
             dist.destroy_process_group()
 
 
-def misses_one() -> str:
+@on_ranks(2, meets=False, timeout=60)
+def test_a_rank_that_does_not_come_to_a_connection_is_named() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True, "timeout_seconds": 3})
     assert initialize._world is not None
     if smp.rank() == 1:
         time.sleep(6)  # alive, and elsewhere
-        return ""
-    with pytest.raises((DeadlineError, RemoteError)) as caught:
+        return
+    with pytest.raises((DeadlineError, RemoteError), match=r"(?s)the connection of.* rank 1"):
         initialize._world.groups.warm_up(state.process_groups, CPU)
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_come_to_a_connection_is_named() -> None:
-    text = run_ranks(misses_one, 2, timeout=60)[0]
-    assert "the connection of" in text
-    assert "rank 1" in text
 
 
 def test_a_gpu_that_does_not_answer_is_named() -> None:

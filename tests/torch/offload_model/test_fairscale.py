@@ -19,7 +19,6 @@ from smpkit.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.usefixtures("place")
 CPU = torch.device("cpu")
-both_ways = pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 
 
 def chain(*widths: int) -> nn.Sequential:
@@ -104,7 +103,6 @@ def test_inputs_of_different_batch_sizes_are_named() -> None:
         model(torch.randn(6, 3), torch.randn(5, 2))
 
 
-@both_ways
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_no_grad_makes_no_graph_and_slices_may_work_in_place(checkpoint: bool, num_microbatches: int) -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
@@ -116,7 +114,6 @@ def test_no_grad_makes_no_graph_and_slices_may_work_in_place(checkpoint: bool, n
         torch.testing.assert_close(model(inputs), plain(inputs))
 
 
-@both_ways
 def test_a_graph_cannot_be_used_up_twice(checkpoint: bool) -> None:
     _, model = pair(checkpoint, 3, 4, 4, 2)
     loss = model(torch.randn(5, 3)).square().sum()
@@ -125,7 +122,6 @@ def test_a_graph_cannot_be_used_up_twice(checkpoint: bool) -> None:
         loss.backward()
 
 
-@both_ways
 def test_a_graph_older_than_a_step_is_refused(checkpoint: bool) -> None:
     plain, model = pair(checkpoint, 3, 5, 5, 2)
     optimizers = torch.optim.SGD(plain.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -137,7 +133,6 @@ def test_a_graph_older_than_a_step_is_refused(checkpoint: bool) -> None:
             losses[1].backward()
 
 
-@both_ways
 def test_a_second_derivative_is_refused(checkpoint: bool) -> None:
     _, model = pair(checkpoint, 3, 5, 5, 2)
     inputs = torch.randn(5, 3, requires_grad=True)

@@ -108,7 +108,6 @@ def train(network: nn.Module, optimizer: Any, clip: float | None, backwards: int
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 @pytest.mark.parametrize("num_slices", [1, 2, 5])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_tied_language_model_to_the_bit(checkpoint: bool, num_slices: int, clip: float | None) -> None:

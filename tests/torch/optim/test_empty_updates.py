@@ -12,8 +12,10 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit import OffloadModel
 from smpkit.errors import UsageError
+from tests.models import Does
 from tests.torch.steps import on_ranks, train_step
 
+pytestmark = pytest.mark.usefixtures("world")
 NO_BACKWARD = "no backward has run: no weight would change"
 
 
@@ -31,7 +33,6 @@ def forward_step(model: Any, x: torch.Tensor) -> torch.Tensor:
 X = torch.ones(4, 4)
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("in_step", [True, False])
 def test_without_any_backward_an_update_is_an_error(in_step: bool) -> None:
     model, optimizer = make()
@@ -39,9 +40,8 @@ def test_without_any_backward_an_update_is_an_error(in_step: bool) -> None:
         forward_step(model, X)
     else:
         model(X)
-    with pytest.raises(UsageError, match=NO_BACKWARD) as caught:
+    with pytest.raises(UsageError, match=rf"{NO_BACKWARD}(?s:.*)hint: .*model\.backward\(loss\)"):
         optimizer.step()
-    assert "model.backward(loss)" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("config", [{}, {"bf16": True}], ids=str)
@@ -59,15 +59,9 @@ def test_over_a_pipeline_every_rank_says_so(config: dict[str, Any]) -> None:
     optimizer.step()
 
 
-class Weighing(nn.Module):
-    """A loss with a weight of its own, as for several tasks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss / self.weight.square().sum()
+def weighing_loss() -> Any:
+    """Return a loss with a weight of its own, as for several tasks."""
+    return Does(lambda own, loss: loss / own.weight.square().sum(), weight=nn.Parameter(torch.ones(2)))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,7 @@ class Weighing(nn.Module):
 def test_what_is_not_in_the_model_cannot_be_trained(config: dict[str, Any]) -> None:
     # Over a pipeline the last rank trained it, and the first kept the old values. Replicas grew apart.
     model, _ = make({"microbatches": 2, **config})
-    weighing, frozen = Weighing(), nn.Parameter(torch.ones(3), requires_grad=False)
+    weighing, frozen = weighing_loss(), nn.Parameter(torch.ones(3), requires_grad=False)
     parameters = [*model.parameters(), frozen, *weighing.parameters()]
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
 
@@ -99,7 +93,7 @@ def test_what_is_not_in_the_model_cannot_be_trained(config: dict[str, Any]) -> N
 def test_another_optimizer_trains_beside_a_pipeline_what_all_its_ranks_train_alike() -> None:
     # A center loss, or a temperature, was trained on the rank that had the loss, and stayed as it was on the others.
     model, _ = make({"microbatches": 2, "pipeline_parallel_degree": 2})
-    weighing = Weighing()
+    weighing = weighing_loss()
     optimizer = torch.optim.SGD(weighing.parameters(), lr=0.1)
 
     @smp.step
@@ -119,7 +113,6 @@ def test_another_optimizer_trains_beside_a_pipeline_what_all_its_ranks_train_ali
     smp.barrier()
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("case", ["accumulation", "by hand", "no passes", "evaluation", "no_grad", "frozen", "others"])
 def test_an_update_that_is_empty_on_purpose_goes_on(case: str) -> None:
     model, optimizer = make()
@@ -137,16 +130,10 @@ def test_an_update_that_is_empty_on_purpose_goes_on(case: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.usefixtures("world")
 def test_an_offload_model_is_trained_as_any_other() -> None:
     smp.init()
-    inner = OffloadModel(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        device=torch.device("cpu"),
-        offload_device=torch.device("cpu"),
-        num_slices=2,
-    )
-    model = smp.DistributedModel(inner)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = smp.DistributedModel(OffloadModel(layers, "cpu", num_slices=2))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

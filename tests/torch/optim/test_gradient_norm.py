@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
 from tests.train import Training, Way, reference, world
 
+pytestmark = pytest.mark.usefixtures("world")
 NORMS = [2.0, 1.0, 3.0, float("inf")]
 
 
@@ -71,7 +72,6 @@ def test_not_a_number_reaches_every_rank_and_half_precision_does_not_overflow() 
     assert norm.item() == pytest.approx(2.0)
 
 
-@pytest.mark.usefixtures("world")
 def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() -> None:
     before = vars(torch_clip_grad).copy(), vars(nn.utils).copy()
     smp.init({"fp16": True})
@@ -90,7 +90,6 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
     assert all(then.items() <= now.items() for then, now in zip(before, after, strict=True))
 
 
-@pytest.mark.usefixtures("world")
 def test_torchs_function_clips_values_without_the_scale_of_the_loss() -> None:
     torch.manual_seed(0)  # of some weights no gradient would be clipped
     smp.init({"fp16": True})
@@ -106,7 +105,6 @@ def test_torchs_function_clips_values_without_the_scale_of_the_loss() -> None:
         torch.testing.assert_close(new.float(), (old - moved).to(new.dtype).float(), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("world")
 def test_torchs_function_refuses_master_weights_that_have_no_gradients_yet() -> None:
     """As scripts for Apex give them, with `amp.master_params(optimizer)`."""
     smp.init({"bf16": True})

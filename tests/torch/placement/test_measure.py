@@ -24,6 +24,7 @@ from smpkit.torch.pipeline.pipeline import measure_times
 from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recompute import region
+from tests.models import Does
 from tests.torch.steps import announced, assignment, on_ranks, train_step
 
 WIDTH = 16
@@ -53,17 +54,6 @@ def measured(module: nn.Module) -> dict[str, Any]:
     return {cost.name: cost for cost in measure_times(module, costs, step, CPU)}
 
 
-class Twice(nn.Module):
-    """Calls its layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Slow(0.25), Slow(0.25))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](self.layers[0](x)))
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let time pass only where somebody sleeps."""
@@ -74,7 +64,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_times_are_measured_by_unit_over_all_of_its_calls() -> None:
-    costs = measured(Twice())
+    calls_one_twice = Does(
+        lambda own, x: own.layers[1](own.layers[0](own.layers[0](x))), layers=nn.Sequential(Slow(0.25), Slow(0.25))
+    )
+    costs = measured(calls_one_twice)
     assert {name: cost.flops for name, cost in costs.items()} == pytest.approx({"layers.0": 0.5, "layers.1": 0.25})
     assert all(cost.activation_bytes == 0 for cost in costs.values())
 
@@ -205,25 +198,14 @@ def test_what_checkpointing_spares_is_what_would_be_kept_without_it() -> None:
         assert (plain.spared_bytes, plain.boundary_bytes, plain.recomputed_bytes, plain.recomputed_flops) == (0,) * 4
 
 
-class Checkpointing(nn.Module):
-    """Two blocks in checkpoints of torch's or smpkit's."""
-
-    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList([_Block(), _Block()])
-        self.run = run
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = self.run(block, x)
-        return x
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_own_checkpoint_is_planned_as_smpkits(reentrant: bool) -> None:
     def costs(run: Callable[..., torch.Tensor]) -> list[UnitCost]:
-        return describe(lambda: (Checkpointing(run), torch.zeros(16, 64))).costs
+        def in_checkpoints(own: Any, x: torch.Tensor) -> torch.Tensor:
+            return run(own.last, run(own.block, own.first(x)))
+
+        parts = {"first": nn.Linear(64, 64), "block": _Block(), "last": _Block()}
+        return describe(lambda: (Does(in_checkpoints, **parts), torch.zeros(16, 64))).costs
 
     assert costs(partial(checkpoint, use_reentrant=reentrant)) == costs(smp.checkpoint)
 
