@@ -51,9 +51,14 @@ def assignment() -> dict[str, int]:
 def executor() -> Executor:
     """Return what runs the steps of this rank's model."""
     model: Any = smp.state.model
-    found = model.pipeline._executor
-    assert isinstance(found, Executor)
-    return found
+    return model.pipeline._executor
+
+
+def wrap(module: nn.Module, **config: Any) -> Any:
+    """Start smpkit, anew if it runs, and return the module wrapped."""
+    smp.shutdown()
+    smp.init(config)
+    return smp.DistributedModel(module)
 
 
 def over_ranks(module: nn.Module, places: Mapping[nn.Module, int], **options: Any) -> Any:

@@ -24,8 +24,8 @@ from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpo
 from smpkit.torch.checkpoints import folder as checkpoint_files
 from smpkit.torch.checkpoints import tensors
 from smpkit.torch.checkpoints.folder import fsync_write
-from tests.torch.checkpoints.two_layers import make, plain, train, wrap
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.checkpoints.two_layers import make, plain, train
+from tests.torch.steps import in_a_row, on_ranks, train_step, wrap
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -126,8 +126,7 @@ def test_a_checkpoint_without_optimizer_state_warns(tmp_path: Path) -> None:
 
 
 def test_what_is_trained_beside_the_model_is_told(tmp_path: Path) -> None:
-    smp.init()
-    model = smp.DistributedModel(plain())
+    model = wrap(plain())
     temperature = nn.Parameter(torch.ones(1))
     smp.DistributedOptimizer(torch.optim.Adam([*model.parameters(), temperature]))
     with pytest.warns(UserWarning, match=r"shape \[1\] that is not in the model: .* its states, but not its value"):
@@ -136,17 +135,14 @@ def test_what_is_trained_beside_the_model_is_told(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_each_rank_gets_its_own_content_back_on_the_same_ranks(tmp_path: Path) -> None:
-    smp.init({"ddp": True})
-    smp.DistributedModel(plain())
+    wrap(plain(), ddp=True)
     for tag, passed in {"same": 3, "own": 3 + smp.rank(), "first": None if smp.rank() else 3}.items():
         save_checkpoint(tmp_path, tag, user_content=passed)
         assert resume_from_checkpoint(tmp_path, tag) == (3 if passed is None else passed)
     if smp.rank() == 0:
         contents = [name for name in files(tmp_path) if "user_content_" in name]
         assert contents == ["own_partial/user_content_1of2.pt"]
-    smp.shutdown()
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    smp.DistributedModel(plain())
+    wrap(plain(), pipeline_parallel_degree=2, microbatches=2)
     told = contextlib.nullcontext() if smp.rank() else pytest.warns(UserWarning, match="had different user content")
     with told:
         assert resume_from_checkpoint(tmp_path, "own") == 3
@@ -154,8 +150,7 @@ def test_each_rank_gets_its_own_content_back_on_the_same_ranks(tmp_path: Path) -
 
 @on_ranks(4, hosts=2)
 def test_hosts_that_share_no_folder_find_the_content_of_each_rank(tmp_path: Path) -> None:
-    smp.init({"ddp": True})
-    smp.DistributedModel(plain())
+    wrap(plain(), ddp=True)
     folder, passed = tmp_path / str(smp.rank() // 2), "abba"[smp.rank()]
     save_checkpoint(folder, "one", user_content=passed)
     assert resume_from_checkpoint(folder) == passed
@@ -165,8 +160,7 @@ def test_hosts_that_share_no_folder_find_the_content_of_each_rank(tmp_path: Path
 def test_replicas_that_the_script_seeds_apart_go_on_drawing_as_they_did(tmp_path: Path) -> None:
     seeds = []
     for is_resumed in (False, True):
-        smp.init({"ddp": True})
-        model = smp.DistributedModel(plain())
+        model = wrap(plain(), ddp=True)
         if is_resumed:
             resume_from_checkpoint(tmp_path)
         torch.manual_seed(9 if is_resumed else 100 * smp.rank())
@@ -174,8 +168,6 @@ def test_replicas_that_the_script_seeds_apart_go_on_drawing_as_they_did(tmp_path
         if not is_resumed:
             save_checkpoint(tmp_path, "one")
         seeds.append(model.random_state())
-        if not is_resumed:
-            smp.shutdown()
     assert seeds == [{"seed": 100 * smp.rank(), "step": 1}, {"seed": 100 * smp.rank(), "step": 2}]
 
 
@@ -242,12 +234,9 @@ class Counting(nn.Linear):
 @on_ranks(2)
 def test_a_pipeline_saves_what_its_ranks_run_and_keeps_settings_that_change_after_a_resume(tmp_path: Path) -> None:
     """Save after two steps; resume, change the learning rate as scripts do, and take one more."""
-    config = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 1}
     for is_resumed in (False, True):
-        smp.init(config)
-        layers = nn.Sequential(Counting(2, 2), Counting(2, 2))
-        smp.set_partition(layers[0], 0)
-        model = smp.DistributedModel(layers)
+        layers = Counting(2, 2), Counting(2, 2)
+        model = in_a_row(*layers)
         optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
         if is_resumed:
             resume_from_checkpoint(tmp_path)
@@ -261,7 +250,7 @@ def test_a_pipeline_saves_what_its_ranks_run_and_keeps_settings_that_change_afte
             save_checkpoint(tmp_path, "one")
             smp.shutdown()
     assert all(map(torch.equal, before, model.local_parameters())), "the first step took the rate that was saved"
-    assert [layer.calls for layer in layers if isinstance(layer, Counting)] == ([2, 3] if smp.rank() else [3, 2])
+    assert [layer.calls for layer in layers] == ([2, 3] if smp.rank() else [3, 2])
 
 
 # --- which one --------------------------------------------------------------------------------------------------------

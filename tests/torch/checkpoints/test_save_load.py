@@ -27,8 +27,7 @@ def save_everywhere(folder: str, config: dict[str, Any], v3: bool) -> int:
     smp.init(config)
     save({"rank": smp.rank()}, f"{folder}/f", v3=v3)
     smp.barrier()
-    loaded: int = load(f"{folder}/f")["rank"]
-    return loaded
+    return load(f"{folder}/f")["rank"]
 
 
 PIPELINE = {"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4}

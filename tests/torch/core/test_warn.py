@@ -11,13 +11,12 @@ import torch
 
 import smpkit.torch as smp
 from smpkit.torch.core.warn import warn_user
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import on_ranks, train_step, wrap
 
 
 @pytest.mark.usefixtures("world")
 def test_a_warning_shows_the_line_of_the_script_once() -> None:
-    smp.init({"offload_activations": True})
-    model = smp.DistributedModel(torch.nn.Linear(4, 4))
+    model = wrap(torch.nn.Linear(4, 4), offload_activations=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

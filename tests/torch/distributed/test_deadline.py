@@ -25,7 +25,7 @@ from tests.deadlines import facts, let_judge, wait_for_notes, wait_shortly
 from tests.forked import Script
 from tests.ranks import run_ranks
 from tests.torch.distributed.conftest import Start
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import on_ranks, train_step, wrap
 
 
 def outcome(call: Any) -> str:
@@ -119,8 +119,7 @@ def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
 @pytest.mark.parametrize("call", ["state_dict", "save_checkpoint"])
 @on_ranks(2, meets=False)
 def test_a_call_of_all_ranks_that_one_makes_alone_is_a_deadlock_with_both_lines(call: str, tmp_path: Path) -> None:
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), pipeline_parallel_degree=2, microbatches=2)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters()))
     train_step(model, torch.ones(4, 2))
     let_judge(0, [1])

@@ -50,9 +50,8 @@ def test_the_timeout_of_a_default_group_that_the_script_made_stays(is_scripts: b
     try:
         for seconds in (77, 88):
             smp.init({"timeout_seconds": seconds})
-        assert dist.group.WORLD is not None
-        options: Any = dist.group.WORLD._get_backend(CPU).options
-        assert options._timeout == timedelta(seconds=77 if is_scripts else 88)
+        world: Any = dist.group.WORLD
+        assert world._get_backend(CPU).options._timeout == timedelta(seconds=77 if is_scripts else 88)
     finally:
         smp.shutdown()
         if is_scripts:
@@ -85,8 +84,7 @@ def test_groups_of_messages_are_made_by_their_own_ranks_where_a_script_has_bound
     """Two of three ranks make them."""
     dist.init_process_group("gloo")
     smp.init({"ddp": True})
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     world.bound_device_id = torch.device("cuda", 0)
     if dist.get_rank() < 2:
         seen, new_group = [], dist.new_group

@@ -27,11 +27,10 @@ def _layers() -> nn.Sequential:
 
 
 def test_where_the_device_is_the_host_nothing_is_copied(checkpoint: bool) -> None:
-    model = OffloadModel(_layers(), CPU, CPU, 3, checkpoint, 4)
+    model: Any = OffloadModel(_layers(), CPU, CPU, 3, checkpoint, 4)
     for _ in range(2):
         model(torch.randn(8, 4)).square().mean().backward()
     for parameter in model.parameters():  # autograd's own, not parts of something larger
-        assert parameter.grad is not None
         assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
     assert [slot.weights for slot in model._engine._slots] == [None] * 3
 

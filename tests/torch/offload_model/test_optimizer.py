@@ -47,6 +47,15 @@ def train(networks: Any, step: Callable[[int], object], num_steps: int = 4, back
         step(number)
 
 
+def stepping(*optimizers: torch.optim.Optimizer) -> Callable[[int], None]:
+    def step(_: int) -> None:
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+    return step
+
+
 def close(plain: nn.Module, model: nn.Module, tolerance: float = 2e-6) -> None:
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
@@ -65,13 +74,7 @@ def test_slow_links_and_jitter_change_nothing(
     plain, model = make_pair(num_slices=5, num_microbatches=num_microbatches)
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
     actual = OffloadOptimizer(model, torch.optim.AdamW, overlap=overlap, **ADAMW)
-
-    def step(_: int) -> None:
-        for each in (expected, actual):
-            each.step()
-            each.zero_grad()
-
-    train((plain, model), step)
+    train((plain, model), stepping(expected, actual))
     close(plain, model)
     link.close()
 
@@ -184,18 +187,12 @@ def test_bf16_computation_with_fp32_weights(ours: bool) -> None:
 def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
     plain, model = make_pair()
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    train((plain,), lambda _: (expected.step(), expected.zero_grad()))
+    train((plain,), stepping(expected))
     model.load_state_dict(dict(zip(model.state_dict(), plain.state_dict().values(), strict=True)))
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1.0)
     optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
     assert optimizer.param_groups[0]["lr"] == 1e-3
-
-    def step(_: int) -> None:
-        for each in (expected, optimizer):
-            each.step()
-            each.zero_grad()
-
-    train((plain, model), step)
+    train((plain, model), stepping(expected, optimizer))
     close(plain, model)
     for number, state in optimizer.state_dict()["state"].items():
         wanted = expected.state_dict()["state"][number]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
+from tests.models import Does
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,6 @@ class Bilinear(nn.Bilinear):
         return value if bias is None else value + bias
 
 
-class Two(nn.Module):
-    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        return value, value.exp()
-
-
 class Pieces(nn.Sequential):
     """Takes and hands on what a list does: any arguments, and those that the piece before has returned."""
 
@@ -191,7 +187,8 @@ def in_sequence(model: Pieces) -> nn.Sequential:
 
 
 def pieces() -> nn.Module:
-    return Pieces(nn.Linear(4, 4), Two(), nn.Bilinear(4, 4, 3), Two())
+    two = lambda _, value: (value, value.exp())  # noqa: E731
+    return Pieces(nn.Linear(4, 4), Does(two), nn.Bilinear(4, 4, 3), Does(two))
 
 
 def traced() -> nn.Module:

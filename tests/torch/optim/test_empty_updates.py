@@ -13,21 +13,15 @@ import smpkit.torch as smp
 from smpkit import OffloadModel
 from smpkit.errors import UsageError
 from tests.models import Does
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import evaluate, on_ranks, train_step, wrap
 
 pytestmark = pytest.mark.usefixtures("world")
 NO_BACKWARD = "no backward has run: no weight would change"
 
 
 def make(config: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    smp.init(config or {})
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **(config or {}))
     return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@smp.step
-def forward_step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sum()
 
 
 X = torch.ones(4, 4)
@@ -37,7 +31,7 @@ X = torch.ones(4, 4)
 def test_without_any_backward_an_update_is_an_error(in_step: bool) -> None:
     model, optimizer = make()
     if in_step:
-        forward_step(model, X)
+        evaluate(model, X)
     else:
         model(X)
     with pytest.raises(UsageError, match=rf"{NO_BACKWARD}(?s:.*)hint: .*model\.backward\(loss\)"):
@@ -48,7 +42,7 @@ def test_without_any_backward_an_update_is_an_error(in_step: bool) -> None:
 @on_ranks(2)
 def test_over_a_pipeline_every_rank_says_so(config: dict[str, Any]) -> None:
     model, optimizer = make({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
-    forward_step(model, X)
+    evaluate(model, X)
     with pytest.raises(UsageError, match=NO_BACKWARD):
         optimizer.step()
     # One part may have no gradients at all.
@@ -122,7 +116,7 @@ def test_an_update_that_is_empty_on_purpose_goes_on(case: str) -> None:
     model.requires_grad_(case != "frozen")
     with torch.set_grad_enabled(case != "no_grad"):
         if case != "no passes":
-            forward_step(model, X)
+            evaluate(model, X)
     if case == "by hand":
         next(model.parameters()).grad = torch.ones(4, 4)
     if case == "others":
@@ -131,9 +125,8 @@ def test_an_update_that_is_empty_on_purpose_goes_on(case: str) -> None:
 
 
 def test_an_offload_model_is_trained_as_any_other() -> None:
-    smp.init()
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = smp.DistributedModel(OffloadModel(layers, "cpu", num_slices=2))
+    model = wrap(OffloadModel(layers, "cpu", num_slices=2))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

@@ -16,7 +16,7 @@ from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.messages import P2PTransfer
-from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs, watching
+from smpkit.torch.pipeline.split_backward import backward_inputs, watching
 from smpkit.torch.recompute.torch_checkpoint import _Checkpoint
 from tests.models import WIDTH, Does, NoGradient
 
@@ -172,16 +172,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
 }
 
 
-def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, WeightBackward | None]:
+def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     leaf = x.clone().requires_grad_()
     half = backward_inputs([module(leaf.view_as(leaf)).square().mean()], [None], [leaf])
     assert leaf.grad is not None
     return leaf.grad, half
-
-
-def run_half(half: WeightBackward | None) -> None:
-    assert half is not None
-    half.run()
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
@@ -204,11 +199,10 @@ def test_gradients_are_those_of_one_backward_to_the_bit(name: str) -> None:
         plain(leaf.view_as(leaf)).square().mean().backward()
         before = {key: None if each is None else each.clone() for key, each in gradients(module).items()}
         gradient, half = halved(module, x)
-        assert leaf.grad is not None
-        assert torch.equal(gradient, leaf.grad)
+        assert _equal(gradient, leaf.grad)
         unchanged = {key for key, each in gradients(module).items() if _equal(each, before[key])}
         assert {key for key, each in gradients(plain).items() if each is not None} & unchanged == late
-        run_half(half)
+        half.run()
         assert all(_equal(each, gradients(plain)[key]) for key, each in gradients(module).items())
         assert added == dict.fromkeys(trained, times), "the reducer of data parallelism counts on one addition to each"
 
@@ -220,7 +214,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 def test_a_custom_function_runs_once() -> None:
     Double.num_backwards = 0
     _, half = halved(custom(), torch.randn(3, WIDTH))
-    run_half(half)
+    half.run()
     assert Double.num_backwards == 1
 
 

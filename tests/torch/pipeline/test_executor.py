@@ -23,7 +23,7 @@ from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.messages import Tag
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_rerecorded import own_way
-from tests.torch.steps import asking_step, assignment, evaluate, executor, in_a_row, on_ranks, train_step
+from tests.torch.steps import asking_step, assignment, evaluate, executor, in_a_row, on_ranks, train_step, wrap
 
 WIDTH = 8
 
@@ -188,13 +188,10 @@ def test_ranks_do_what_the_plan_says(options: dict[str, Any]) -> None:
     config, _ = ModelParallelConfig.from_sources(options, None)
     num_places = 2 * config.virtual_pipeline_degree
     facts = describe((lambda: made()[0]) if config.skip_tracing else made, num_places, cfg=config, world_size=2)
-    plan = decide(config, 2, facts, Speed(1e12, LinkSpeed(1e10, 1e10)))
-    assert plan.assignment is not None
-    smp.init(options)
-    model = smp.DistributedModel(made()[0])
+    plan: Any = decide(config, 2, facts, Speed(1e12, LinkSpeed(1e10, 1e10)))
+    model = wrap(made()[0], **options)
     train_step(model, torch.ones(2 * options["microbatches"], WIDTH))
-    schedule = executor().last_schedule
-    assert schedule is not None
+    schedule: Any = executor().last_schedule
     assert assignment() == plan.assignment.partition_of
     assert schedule.actions[smp.pp_rank()] == plan.timeline.schedule.actions[smp.pp_rank()]
 

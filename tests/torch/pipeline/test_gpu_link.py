@@ -77,8 +77,7 @@ def test_values_are_taken_in_another_order_than_they_are_sent() -> None:
         assert transport.receive(message_of(1, backward=True)) is None
     else:
         for number in (4, 5, 2, 0, 3, 1):
-            arrived = transport.receive(message_of(number))
-            assert arrived is not None
+            arrived: Any = transport.receive(message_of(number))
             assert torch.equal(arrived, value_of(number))
             assert (arrived.dtype, arrived.is_contiguous()) == (VALUES[number].dtype, number != 1)
         transport.send(value_of(0) * 2, message_of(0, backward=True))
@@ -96,8 +95,7 @@ def changed_on_its_way(copy: bool) -> None:
         transport.send(value, message_of(5), copy=copy)
         value.zero_()
     else:
-        arrived = transport.receive(message_of(5))
-        assert arrived is not None
+        arrived: Any = transport.receive(message_of(5))
         assert torch.equal(arrived, value_of(5)) or not copy
     transport.end_step()
     smp.shutdown()
@@ -191,7 +189,6 @@ def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> N
             transport.send(value.to(state.device), message)
         else:
             transport.post(message_of(number))
-            arrived = transport.receive(message)
-            assert arrived is not None
+            arrived: Any = transport.receive(message)
             assert torch.equal(arrived, value.to(state.device))
     transport.end_step()

@@ -31,21 +31,18 @@ WIDTH = 16
 CPU = torch.device("cpu")
 
 
-class Slow(nn.Module):
-    """Takes time that no counter of operations sees."""
+def slow(seconds: float) -> nn.Module:
+    """Return a layer that takes time which no counter of operations sees."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.seconds = seconds
+    def act(own: Any, x: Tensor) -> Tensor:
+        time.sleep(seconds)
+        return own.linear(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return self.linear(x)
+    return Does(act, linear=nn.Linear(WIDTH, WIDTH))
 
 
 def slow_first() -> nn.Module:
-    return nn.Sequential(*[Slow(seconds) for seconds in (0.2, 0.0, 0.0, 0.0)])
+    return nn.Sequential(*[slow(seconds) for seconds in (0.2, 0.0, 0.0, 0.0)])
 
 
 def measured(module: nn.Module) -> dict[str, Any]:
@@ -65,7 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("clock")
 def test_times_are_measured_by_unit_over_all_of_its_calls() -> None:
     calls_one_twice = Does(
-        lambda own, x: own.layers[1](own.layers[0](own.layers[0](x))), layers=nn.Sequential(Slow(0.25), Slow(0.25))
+        lambda own, x: own.layers[1](own.layers[0](own.layers[0](x))), layers=nn.Sequential(slow(0.25), slow(0.25))
     )
     costs = measured(calls_one_twice)
     assert {name: cost.flops for name, cost in costs.items()} == pytest.approx({"layers.0": 0.5, "layers.1": 0.25})
@@ -107,10 +104,9 @@ def test_measuring_leaves_no_trace() -> None:
 
 
 def test_a_trial_that_fails_leaves_no_trace_either() -> None:
-    module = nn.BatchNorm1d(WIDTH)
+    module: Any = nn.BatchNorm1d(WIDTH)
     with pytest.raises(ValueError, match="expected 2D"), restoring_model(module, lambda tensor: tensor.clone()):
         module(torch.ones(3, 2, 2, 2))
-    assert module.running_mean is not None
     assert not module.running_mean.any()
 
 

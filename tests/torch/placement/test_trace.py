@@ -285,8 +285,7 @@ def test_what_waits_between_the_halves_of_a_backward_is_counted(dtype: torch.dty
     costs = costs_of(blocks, x, body)
     counted = sum(cost.postponed_bytes for cost in costs)
     start = x.clone().requires_grad_()
-    left = backward_inputs([body(start).sum()], [None], [start])
-    assert left is not None
+    left: Any = backward_inputs([body(start).sum()], [None], [start])
     waiting = {each.untyped_storage() for each in tree_leaves(list(left.boundary_gradients.values()))}
     assert counted == sum(each.nbytes() for each in waiting) > 0
     assert sum(cost.weight_products for cost in costs) == len(left.groups)

@@ -17,6 +17,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.recompute.api import cut_groups
 from tests.models import WIDTH, Does, block
+from tests.torch.steps import wrap
 
 
 class Block(nn.Module):
@@ -192,8 +193,7 @@ def test_rejects_wrong_arguments(call: Any, message: str) -> None:
 
 @pytest.mark.usefixtures("world")
 def test_the_whole_distributed_model_is_refused() -> None:
-    smp.init({})
-    model = smp.DistributedModel(Block())
+    model = wrap(Block())
     with pytest.raises(UsageError, match="takes a layer, not the whole"):
         smp.set_activation_checkpointing(model)
 

@@ -14,17 +14,15 @@ from smpkit.errors import UnsupportedError
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.tensor_parallel import plan
 from tests.models_of_others import DIVIDED, DIVISIBLE, PARTLY_DIVIDED, divisible
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, wrap
 from tests.train import batch
 
 VOCABULARY = DIVIDED["vocab_size"]
 
 
 def wrapped(module: nn.Module, **config: Any) -> Any:
-    smp.shutdown()
-    smp.init({"tensor_parallel_degree": 2, "ddp": True, **config})
     smp.set_tensor_parallelism(module)
-    return smp.DistributedModel(module)
+    return wrap(module, tensor_parallel_degree=2, ddp=True, **config)
 
 
 def samples() -> tuple[Any, ...]:
@@ -55,7 +53,7 @@ def test_logits_are_gathered_when_somebody_reads_them() -> None:
 
 
 @on_ranks(2)
-def test_generation() -> None:
+def test_generated_tokens_are_those_of_one_process() -> None:
     """Ranks with batches of their own generate what one process does, whoever has padding, whoever ends first."""
     module = fresh("Qwen3")
     tokens, mask = (each[4:].flip(1) for each in samples()[:2])
@@ -104,7 +102,7 @@ def test_what_the_script_leaves_out_stays_whole() -> None:
 
 
 @on_ranks(2)
-def test_residuals_inside_of_layers() -> None:
+def test_what_a_layer_adds_between_its_divided_layers_is_whole() -> None:
     """What a layer does between and beside its divided layers is computed on whole values."""
     plain, module = fresh(), fresh()
     for each in (plain, module):
@@ -158,7 +156,7 @@ def test_every_style_of_transformers_is_known() -> None:
 
 
 @on_ranks(2)
-def test_delayed_weights() -> None:
+def test_weights_that_are_made_late_are_pieces_of_those_of_one_rank() -> None:
     """Weights that are made late are pieces of those that one rank would make, however the others are seeded."""
     states = []
     for degree in (1, 2):
@@ -197,7 +195,7 @@ class EmbeddingOfPictures(nn.Embedding):
 
 
 @on_ranks(2)
-def test_embeddings_with_more_than_a_table() -> None:
+def test_embeddings_with_more_than_a_table_give_the_same() -> None:
     tokens, *_ = samples()
     for kind in (NormedEmbedding, EmbeddingOfPictures):
         torch.manual_seed(7)
