@@ -198,9 +198,9 @@ def test_what_checkpointing_spares_is_what_would_be_kept_without_it() -> None:
 def test_torchs_own_checkpoint_is_planned_as_smpkits(reentrant: bool) -> None:
     def costs(run: Callable[..., torch.Tensor]) -> list[UnitCost]:
         def in_checkpoints(own: Any, x: torch.Tensor) -> torch.Tensor:
-            return run(own.last, run(own.block, own.first(x)))
+            return run(own.blocks[1], run(own.blocks[0], own.first(x)))
 
-        parts = {"first": nn.Linear(64, 64), "block": _Block(), "last": _Block()}
+        parts = {"first": nn.Linear(64, 64), "blocks": nn.ModuleList([_Block(), _Block()])}
         return describe(lambda: (Does(in_checkpoints, **parts), torch.zeros(16, 64))).costs
 
     assert costs(partial(checkpoint, use_reentrant=reentrant)) == costs(smp.checkpoint)

@@ -297,10 +297,10 @@ def six_operators(own: Any, x: Tensor) -> Tensor:
 
 
 def test_operators_of_a_unit_are_counted_and_what_those_move_whose_products_nobody_counts() -> None:
-    layers = {name: Does(six_operators, linear=nn.Linear(WIDTH, WIDTH)) for name in ("once", "twice")}
-    model, rows = Does(lambda own, x: own.once(own.twice(own.twice(x) * 2)), **layers), 6
-    second, first = costs_of(model, torch.zeros(rows, WIDTH))
-    assert (first.name, second.name) == ("twice", "once")
+    blocks = nn.ModuleList([Does(six_operators, linear=nn.Linear(WIDTH, WIDTH)) for _ in range(2)])
+    model, rows = Does(lambda own, x: own.blocks[1](own.blocks[0](own.blocks[0](x) * 2)), blocks=blocks), 6
+    first, second = costs_of(model, torch.zeros(rows, WIDTH))
+    assert (first.name, second.name) == ("blocks.0", "blocks.1")
     # t, addmm, relu, add_, view, view; the multiplication between units is of the unit before.
     assert (first.operations, second.operations) == (12 + 1, 6)
     # relu and add_ read and write the value; views move nothing, and the product's time follows from its operations.
