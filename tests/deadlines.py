@@ -51,7 +51,7 @@ def let_judge(judge: int, heard: Sequence[int]) -> None:
         if store.rank == judge:
             wait_for_notes(heard)
         else:
-            _until(lambda: store.failure() is not None, f"the verdict of rank {judge}")
+            until(lambda: store.failure() is not None, f"the verdict of rank {judge}")
         return hear(store, peers)
 
     deadline._collect_statuses = patiently
@@ -62,10 +62,11 @@ def wait_for_notes(ranks: Sequence[int]) -> None:
     failures = deadline.current_failures()
     assert failures is not None
     failure_store = failures.store
-    _until(lambda: len(failure_store.statuses(ranks)) == len(ranks), f"notes of the ranks {ranks}")
+    until(lambda: len(failure_store.statuses(ranks)) == len(ranks), f"notes of the ranks {ranks}")
 
 
-def _until(holds: Callable[[], bool], what: str) -> None:
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait until something holds, and fail if it takes too long."""
     end = time.monotonic() + SECONDS
     while not holds():
         assert time.monotonic() < end, f"{what} never came"

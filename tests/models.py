@@ -110,6 +110,19 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
+class Does(nn.Module):
+    """Has the parts that it is given by name, and does with them and its arguments what a function says."""
+
+    def __init__(self, act: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.act = act
+        for name, part in parts.items():
+            self.register_buffer(name, part) if type(part) is Tensor else setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.act(self, *args, **kwargs)
+
+
 # --- plain stacks -------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
-"""One process as a world of its own, shut down after each test."""
+"""One process as a world of its own, shut down after each test; and one whose memory is free when it is not used."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,12 @@ def world() -> Iterator[None]:
     """Let the test call `smp.init()`; whatever it made is gone afterwards."""
     yield
     smp.shutdown()
+
+
+@pytest.fixture
+def no_search_for_cycles() -> Iterator[None]:
+    """Let Python not look for cycles: what nobody uses any more must be free at once."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

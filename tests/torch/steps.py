@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 import smpkit.torch as smp
+from smpkit.testing.ranks import RankFailed
 from smpkit.torch.distributed import deadline
 from smpkit.torch.pipeline.executor import Executor
 from tests.ranks import run_ranks
@@ -22,6 +24,15 @@ from tests.ranks import run_ranks
 @smp.step
 def train_step(model: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def asking_step(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    if loss < 0:  # the microbatch comes back to all ranks with the answer
+        loss = -loss
     model.backward(loss)
     return loss
 
@@ -40,9 +51,14 @@ def assignment() -> dict[str, int]:
 def executor() -> Executor:
     """Return what runs the steps of this rank's model."""
     model: Any = smp.state.model
-    found = model.pipeline._executor
-    assert isinstance(found, Executor)
-    return found
+    return model.pipeline._executor
+
+
+def wrap(module: nn.Module, **config: Any) -> Any:
+    """Start smpkit, anew if it runs, and return the module wrapped."""
+    smp.shutdown()
+    smp.init(config)
+    return smp.DistributedModel(module)
 
 
 def over_ranks(module: nn.Module, places: Mapping[nn.Module, int], **options: Any) -> Any:
@@ -95,23 +111,29 @@ def announced() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def on_ranks(size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    size: int, *, fails: str = "", meets: bool = True, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let real ranks call a test, all of them, with the arguments that pytest has for it.
 
-    The options are those of `run_ranks`. A test after which ranks cannot meet any more calls `run_ranks` itself.
+    Args:
+        fails: what is said of ranks that have to fail.
+        meets: whether ranks can still meet when they are done: none then ends before another has connected to it.
+        options: those of `run_ranks`.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def started(**arguments: Any) -> None:
-            run_ranks(_call, size, test.__module__, test.__name__, arguments, **options)
+            with pytest.raises(RankFailed, match=fails) if fails else contextlib.nullcontext():
+                run_ranks(_call, size, test.__module__, test.__name__, arguments, meets and not fails, **options)
 
         return started
 
     return decorate
 
 
-def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
+def _call(module: str, name: str, arguments: dict[str, Any], meets: bool) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
-    if smp.is_initialized():
+    if meets and smp.is_initialized():
         smp.barrier()  # gloo fails on a rank that still connects to one that has ended

@@ -13,9 +13,10 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks, over_ranks
+from tests.torch.steps import on_ranks, over_ranks, wrap
 from tests.train import Plain, in_turn
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*auto_partition")
 INIT = 2.0**6
 
 
@@ -39,10 +40,8 @@ def build() -> nn.Sequential:
     return nn.Sequential(Layer(), Layer())
 
 
-def spoil(model: nn.Sequential, spoils: bool) -> None:
-    last = model[1]
-    assert isinstance(last, Layer)
-    last.spoil = spoils
+def spoil(model: Any, spoils: bool) -> None:
+    model[1].spoil = spoils
 
 
 def batch(step: int) -> torch.Tensor:
@@ -86,7 +85,6 @@ def train_over_ranks(degree: int, microbatches: int, dtype: Any) -> tuple[dict[s
     return {name: value.detach() for name, value in model.local_named_parameters()}, scales
 
 
-@pytest.mark.filterwarnings("ignore:.*auto_partition")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("degree", [1, 2])
@@ -113,7 +111,6 @@ def overflow_on_the_last_rank(fused: bool) -> tuple[float, float, bool]:
     own = next(model.local_parameters())
     before = own.detach().clone()
     if smp.pp_rank() == 1:
-        assert own.grad is not None
         own.grad.fill_(math.nan)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -124,12 +121,10 @@ def overflow_on_the_last_rank(fused: bool) -> tuple[float, float, bool]:
     return scaler.get_scale(), float(len(optimizer.state)), kept
 
 
-@pytest.mark.filterwarnings("ignore:.*auto_partition")
 def test_an_overflow_of_one_pipeline_rank_skips_the_step_of_all() -> None:
     assert run_ranks(overflow_on_the_last_rank, 2, True) == [(INIT / 2, 0.0, True)] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*auto_partition")
 @on_ranks(2)
 def test_torchs_own_is_refused_where_ranks_have_different_gradients() -> None:
     module = build()
@@ -141,8 +136,7 @@ def test_torchs_own_is_refused_where_ranks_have_different_gradients() -> None:
     smp.shutdown()
     assert torch.amp.GradScaler.scale.__module__ == "torch.amp.grad_scaler"
     # Without a step, too: the owner of a gradient would skip the update in which the others wait for it.
-    smp.init({"ddp": True, "shard_optimizer_state": True})
-    wrapped = smp.DistributedModel(build())
+    wrapped = wrap(build(), ddp=True, shard_optimizer_state=True)
     with pytest.raises(UsageError, match="scaled by torch's `GradScaler`"):
         torch.amp.GradScaler("cpu").scale(wrapped(batch(0)).sum())
 

@@ -92,18 +92,15 @@ def train_many(trained: Training | TrainingInSlices, case: Case, count: int) -> 
 
 def train_kind(name: str, count: int) -> dict[str, tuple[int, int]]:
     lower_bounds()
+    if name not in KINDS:
+        case = CASES["Sequential"]
+        return train_many(TrainingInSlices(case, num_slices=4, checkpoint_activation=True), case, count)
     case, way = KINDS[name]
     with training(case, way) as trained:
         return train_many(trained, case, count)
 
 
-def train_offload_model(count: int) -> dict[str, tuple[int, int]]:
-    lower_bounds()
-    case = CASES["Sequential"]
-    return train_many(TrainingInSlices(case, num_slices=4, checkpoint_activation=True), case, count)
-
-
-NAMES = ("pipeline", "tensor", "data, sharded state", "activations offloaded")
+NAMES = ("pipeline", "tensor", "data, sharded state", "activations offloaded", "an OffloadModel")
 MANY = (pytest.mark.slow, pytest.mark.timeout(700))
 
 
@@ -115,13 +112,8 @@ MANY = (pytest.mark.slow, pytest.mark.timeout(700))
     ],
 )
 def test_nothing_grows_with_the_number_of_shapes(name: str, count: int) -> None:
-    _, way = KINDS[name]
-    assert run_ranks(train_kind, way.ranks, name, count, timeout=600) == [{}] * way.ranks
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=MANY)])
-def test_nothing_of_an_offload_model_grows_with_the_number_of_shapes(count: int) -> None:
-    assert run_ranks(train_offload_model, 1, count, timeout=600) == [{}]
+    ranks = KINDS[name][1].ranks if name in KINDS else 1
+    assert run_ranks(train_kind, ranks, name, count, timeout=600) == [{}] * ranks
 
 
 def caches() -> list[Any]:

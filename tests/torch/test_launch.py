@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.launch import RankFailed
+from tests.deadlines import until
 from tests.leftovers import processes_with
 
 
@@ -100,7 +101,7 @@ if __name__ == "__main__":
 
 def test_ranks_of_a_script_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    environ = {**os.environ, "SMPKIT_TEST_MARK": str(tmp_path)}
+    environ, mark = {**os.environ, "SMPKIT_TEST_MARK": str(tmp_path)}, f"SMPKIT_TEST_MARK={tmp_path}"
     with subprocess.Popen(
         [sys.executable, "train.py"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
     ) as it:
@@ -109,13 +110,10 @@ def test_ranks_of_a_script_end_with_it(tmp_path: Path) -> None:
             seen = [it.stdout.readline().strip() for _ in range(5)]
             assert seen[2] == "[3, 3]"
             assert sorted(seen[:2]) == sorted(seen[3:]) == ["ready 0", "ready 1"]
-            assert len(processes_with(f"SMPKIT_TEST_MARK={tmp_path}")) >= 4
+            assert len(processes_with(mark)) >= 4
         finally:
             it.kill()
-    deadline = time.monotonic() + 20
-    while processes_with(f"SMPKIT_TEST_MARK={tmp_path}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes_with(f"SMPKIT_TEST_MARK={tmp_path}")
+    until(lambda: not processes_with(mark), "the end of the ranks")
 
 
 def saves(folder: str) -> None:

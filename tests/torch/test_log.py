@@ -18,7 +18,7 @@ from smpkit.errors import UsageError
 from smpkit.observe.values import Logged, ValueWriter, read_values
 from smpkit.torch.log import _Log
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import on_ranks, train_step, wrap
 
 TRACKERS = "tensorboard,wandb,mlflow"
 
@@ -120,8 +120,7 @@ def test_scalars_that_a_script_reduces_are_recorded_without_a_log(tmp_path: Path
 
 
 def reduce_with_no_place(folder: str) -> float:
-    smp.init({"microbatches": 2})
-    model = smp.DistributedModel(torch.nn.Linear(4, 1))
+    model = wrap(torch.nn.Linear(4, 1), microbatches=2)
     for _ in range(3):
         loss = train_step(model, torch.ones(4, 4)).reduce_mean().item()
     with pytest.raises(OSError, match=Path(folder).name):

@@ -11,7 +11,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, wrap
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -132,8 +132,7 @@ def test_gradients_are_cleared_by_the_names_that_scripts_use() -> None:
 def test_the_loss_scaler_of_smpkit_can_be_replaced() -> None:
     from smpkit.torch.precision.loss_scale import DynamicLossScaler
 
-    smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Linear(1, 1))
+    model = wrap(nn.Linear(1, 1), fp16=True)
     optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
     optimizer.loss_scaler = DynamicLossScaler(init_scale=8.0)
     assert optimizer.loss_scale == 8.0

@@ -21,6 +21,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
 from smpkit.torch.run_plan import planned
 from tests.ranks import run_ranks
+from tests.torch.steps import evaluate
 
 WIDTH, ROWS, MICROBATCHES = 16, 8, 2
 WEIGHTS = 4 * 2 * (WIDTH * WIDTH + WIDTH)
@@ -49,11 +50,6 @@ def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
     loss = model(batch).square().mean()
     model.backward(loss)
     return loss
-
-
-@smp.step
-def evaluate(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
 
 
 def plan_of(folder: Path) -> dict[str, Any]:

@@ -18,8 +18,7 @@ import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from tests.models import MODELS, Case, gpt2
 from tests.ranks import run_ranks
-from tests.torch.checkpoints.two_layers import wrap
-from tests.torch.steps import in_a_row, on_ranks, train_step
+from tests.torch.steps import in_a_row, on_ranks, train_step, wrap
 from tests.train import Way, batch, training
 
 

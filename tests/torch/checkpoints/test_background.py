@@ -31,7 +31,7 @@ from smpkit.torch.checkpoints import whole as whole_module
 from tests.deadlines import wait_shortly
 from tests.models import CASES, MODELS
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, wrap
 from tests.torch.test_amp import Layer, train_step
 from tests.train import Training, TrainingInSlices, Way, batch
 
@@ -93,8 +93,7 @@ def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, way: Way) -> Non
     for number in range(2):  # the second uses the memory of the first again
         smp.save_checkpoint(tmp_path, f"now_{number}", user_content=content)
         with held_back():
-            pending = smp.save_checkpoint(tmp_path, f"later_{number}", user_content=content, blocking=False)
-            assert pending is not None
+            pending: Any = smp.save_checkpoint(tmp_path, f"later_{number}", user_content=content, blocking=False)
             assert not pending.done()
             job.run(0)  # while it waits to be written
             content["history"] += 1
@@ -108,7 +107,6 @@ def test_the_files_are_those_of_a_blocking_save(tmp_path: Path, way: Way) -> Non
         smp.barrier()
     job.run(0)
     pending = smp.save_checkpoint(tmp_path, "alone", user_content=content, blocking=False)
-    assert pending is not None
     pending.wait(30)  # nothing else waits for the copies
     smp.save_checkpoint(tmp_path, "beside", user_content=content)
     check_same_files(tmp_path, "alone", "beside")
@@ -127,8 +125,7 @@ def run_out_of_room(folder: Path, told_by: str) -> str:
     if smp.rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     try:
-        pending = smp.save_checkpoint(folder, "bad", blocking=False)
-        assert pending is not None
+        pending: Any = smp.save_checkpoint(folder, "bad", blocking=False)
         job.run(0)
         while not pending.done():
             pass
@@ -159,8 +156,7 @@ def test_a_failed_save_is_told_on_all_ranks_and_leaves_the_one_before(tmp_path: 
 def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(tmp_path: Path) -> None:
     begin()
     with held_back() as go_on:
-        first = smp.save_checkpoint(tmp_path, "first", blocking=False)
-        assert first is not None
+        first: Any = smp.save_checkpoint(tmp_path, "first", blocking=False)
         with pytest.raises(DeadlineError, match=r"waited 0\.1 s for checkpoint `first`, which is still being written"):
             first.wait(0.1)
         threading.Timer(0.3, go_on.set).start()
@@ -193,9 +189,8 @@ def test_a_file_that_grows_has_no_deadline(tmp_path: Path) -> None:
     """One rank saves for longer than the other waits for a sign of it."""
     begin()
     with slow(folder_module, "pieces_of"):
-        pending = smp.save_checkpoint(tmp_path, "slow", blocking=False)
+        pending: Any = smp.save_checkpoint(tmp_path, "slow", blocking=False)
         wait_shortly(3)
-        assert pending is not None
         pending.wait(60)
     assert (tmp_path / "newest").read_text() == "slow_partial\n"
 
@@ -248,8 +243,7 @@ def lose_a_rank(folder: Path) -> None:
     begin()
     smp.save_checkpoint(folder, "good")
     with held_back():
-        pending = smp.save_checkpoint(folder, "bad", blocking=False)
-        assert pending is not None
+        pending: Any = smp.save_checkpoint(folder, "bad", blocking=False)
         if smp.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         wait_shortly()
@@ -294,18 +288,16 @@ def save_while(folder: Path, content: Any, train: Any) -> None:
     """Save blockingly as `now`, and in the background as `later` while training goes on."""
     smp.save_checkpoint(folder, "now", user_content=content)
     with held_back():
-        pending = smp.save_checkpoint(folder, "later", user_content=content, blocking=False)
+        pending: Any = smp.save_checkpoint(folder, "later", user_content=content, blocking=False)
         train()
         train()
-    assert pending is not None
     pending.wait(60)
 
 
 @on_ranks(1)
 def test_an_offload_optimizer_in_the_users_content(tmp_path: Path) -> None:
     """Weights are parts of flat buffers, which its passes over slices change in place, as they do its states."""
-    smp.init({})
-    smp.DistributedModel(nn.Linear(1, 1))
+    wrap(nn.Linear(1, 1))
     case = CASES["Sequential"]
 
     def train(job: TrainingInSlices) -> None:

@@ -113,8 +113,7 @@ def test_another_format_is_refused_with_what_to_do(found: int, saved: Path) -> N
         age, hint = ("an older", "save the model with partial=False") if found == 3 else ("a newer", "update smpkit")
         said = f"two_partial has format {found}, of {age} smpkit (`{smpkit.__version__}`); this one reads format 4"
         assert said in str(caught.value)
-        assert caught.value.hint is not None
-        assert hint in caught.value.hint
+        assert hint in str(caught.value)
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------
@@ -207,7 +206,6 @@ def test_a_full_checkpoint_carries_checksums_too(saved: Path) -> None:
     with zipfile.ZipFile(saved / "whole") as archive:
         assert archive.testzip() is None
         assert all(info.CRC for info in archive.infolist())
-    with zipfile.ZipFile(saved / "whole") as archive:
         member = max(archive.infolist(), key=lambda each: each.file_size)
     flip(saved / "whole", member.header_offset + member.file_size)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* `whole`: rank 0: .* is damaged: Bad CRC-32"):
@@ -313,9 +311,8 @@ def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -
         for info in plain.infolist():
             packed.writestr(info.filename, plain.read(info))
     assert (tmp_path / "packed").stat().st_size < 1 << 17
-    with pytest.raises(CheckpointError, match="compressed member") as caught:
+    with pytest.raises(CheckpointError, match=r"compressed member(?s:.*)hint: "):
         smp.load(tmp_path / "packed", partial=False)
-    assert caught.value.hint is not None
     assert smp.load(tmp_path / "plain", partial=False)["weight"].numel() == 1 << 22
 
 

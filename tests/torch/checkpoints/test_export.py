@@ -16,8 +16,7 @@ from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.export import LAYOUTS, export
 from tests.ranks import run_ranks
-from tests.torch.checkpoints.two_layers import wrap
-from tests.torch.steps import train_step
+from tests.torch.steps import train_step, wrap
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -44,8 +43,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.inner(self.embed(x))) * self.scale
-        result: torch.Tensor = self.head(self.out(hidden))
-        return result
+        return self.head(self.out(hidden))
 
 
 def job(path: str, config: dict[str, Any], sgd: bool = False) -> None:

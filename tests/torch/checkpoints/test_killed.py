@@ -20,7 +20,7 @@ from smpkit.torch.checkpoints import folder as checkpoint_files
 from tests.forked import Script
 from tests.ranks import run_ranks
 from tests.torch.checkpoints.two_layers import plain
-from tests.torch.steps import train_step
+from tests.torch.steps import train_step, wrap
 
 MOMENTS: list[tuple[Any, str]] = [
     (checkpoint_files, "fsync_write"),
@@ -33,8 +33,7 @@ MOMENTS: list[tuple[Any, str]] = [
 
 
 def begin() -> Any:
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "timeout_seconds": 60})
-    return smp.DistributedModel(plain())
+    return wrap(plain(), pipeline_parallel_degree=2, ddp=True, timeout_seconds=60)
 
 
 def killed_while_saving(path: str, victim: int, moment: int, after: bool) -> int:
@@ -107,30 +106,27 @@ def saved_and_killed_between_renames(folder: Path) -> None:
     smp.save_checkpoint(folder, "last", user_content="new")
 
 
+@pytest.mark.usefixtures("world")
 def test_a_tag_that_is_saved_again_and_again_is_never_gone(tmp_path: Path) -> None:
     """Scripts save under `last` after each epoch: whoever was killed there had no checkpoint at all."""
     folder, by_tag, after_another = (tmp_path / name for name in ("folder", "by_tag", "after_another"))
-    smp.init({})
-    smp.DistributedModel(nn.Linear(64, 64))
-    try:
-        smp.save_checkpoint(folder, "last", user_content="old")
-        child = os.fork()
-        if not child:
-            try:
-                saved_and_killed_between_renames(folder)
-            finally:
-                os._exit(0)
-        assert os.waitpid(child, 0) == (child, signal.SIGKILL)
-        assert not list(folder.glob("*_partial"))
-        for copy in (by_tag, after_another):
-            shutil.copytree(folder, copy)
-        smp.save_checkpoint(after_another, "other")
-        assert smp.latest_checkpoint(folder) == "last_partial"
-        assert smp.resume_from_checkpoint(folder) == "new"
-        assert smp.resume_from_checkpoint(by_tag, "last") == "new"
-        assert smp.resume_from_checkpoint(after_another, "last") == "new"
-    finally:
-        smp.shutdown()
+    wrap(nn.Linear(64, 64))
+    smp.save_checkpoint(folder, "last", user_content="old")
+    child = os.fork()
+    if not child:
+        try:
+            saved_and_killed_between_renames(folder)
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0) == (child, signal.SIGKILL)
+    assert not list(folder.glob("*_partial"))
+    for copy in (by_tag, after_another):
+        shutil.copytree(folder, copy)
+    smp.save_checkpoint(after_another, "other")
+    assert smp.latest_checkpoint(folder) == "last_partial"
+    assert smp.resume_from_checkpoint(folder) == "new"
+    assert smp.resume_from_checkpoint(by_tag, "last") == "new"
+    assert smp.resume_from_checkpoint(after_another, "last") == "new"
 
 
 # --- told to stop while a save runs in the background -----------------------------------------------------------------
@@ -184,6 +180,7 @@ threading.Thread.start = stopped
     ],
     ids=["no handler", "stop_requested", "own handler", "own handler as the thread starts"],
 )
+@pytest.mark.usefixtures("world")
 def test_sigterm_in_a_save(handler: str, until: str, newest: str, tmp_path: Path) -> None:
     """The save ends, or leaves the one before whole and `newest` as it was."""
     path, folder = tmp_path / "script.py", tmp_path / "checkpoints"
@@ -200,11 +197,7 @@ def test_sigterm_in_a_save(handler: str, until: str, newest: str, tmp_path: Path
     assert (folder / "newest").read_text() == f"{newest}_partial\n"
     expected = ["good_partial", "last_partial"] if newest == "last" else ["good_partial"]
     assert sorted(each.name for each in folder.glob("*_partial")) == expected
-    smp.init({})
-    smp.DistributedModel(nn.Linear(64, 64))
-    try:
-        assert smp.resume_from_checkpoint(folder) == newest
-        smp.save_checkpoint(folder, "next")
-    finally:
-        smp.shutdown()
+    wrap(nn.Linear(64, 64))
+    assert smp.resume_from_checkpoint(folder) == newest
+    smp.save_checkpoint(folder, "next")
     assert not list(folder.glob(".*"))  # what the killed save left is gone

@@ -181,9 +181,9 @@ def test_hugging_face_configurations_come_back(tmp_path: Path) -> None:
 def test_containers_that_no_reader_fills_are_refused_when_they_are_saved(value: Any, tmp_path: Path) -> None:
     if isinstance(value, torch.optim.lr_scheduler.StepLR):
         value.optimizer.state[torch.ones(1)] = {}  # a defaultdict
-    with pytest.raises(CheckpointError, match=r"holds a .*(Registry|defaultdict|deque) with items") as caught:
+    said = r"holds a .*(Registry|defaultdict|deque) with items(?s:.*)hint: .*save its state_dict\(\)"
+    with pytest.raises(CheckpointError, match=said):
         write_file(tmp_path / "f", {"inside": [value]})
-    assert "save its state_dict()" in str(caught.value.hint)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,8 +27,7 @@ def save_everywhere(folder: str, config: dict[str, Any], v3: bool) -> int:
     smp.init(config)
     save({"rank": smp.rank()}, f"{folder}/f", v3=v3)
     smp.barrier()
-    loaded: int = load(f"{folder}/f")["rank"]
-    return loaded
+    return load(f"{folder}/f")["rank"]
 
 
 PIPELINE = {"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4}
@@ -99,9 +98,8 @@ def test_an_object_that_needs_code_is_refused_until_the_caller_trusts_the_file(
     monkeypatch.chdir(tmp_path)  # so that the class is none of the script's own
     smp.init()
     save({"x": NotPlain(), "y": 1}, tmp_path / "f")
-    with pytest.raises(CheckpointError, match="NotPlain") as caught:
+    with pytest.raises(CheckpointError, match=r'NotPlain(?s:.*)hint: .*pickle_load_args=\{"weights_only": False\}'):
         load(tmp_path / "f")
-    assert 'pickle_load_args={"weights_only": False}' in str(caught.value.hint)
     assert isinstance(load(tmp_path / "f", pickle_load_args={"weights_only": False})["x"], NotPlain)
     assert isinstance(load(tmp_path / "f", pickle_module=pickle)["x"], NotPlain)
 

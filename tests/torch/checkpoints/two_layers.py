@@ -8,18 +8,12 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
+from tests.torch.steps import wrap
 
 
 def plain(*widths: int) -> nn.Sequential:
     inputs, hidden, outputs = widths or (3, 4, 2)
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Linear(hidden, outputs))
-
-
-def wrap(module: nn.Module, **config: Any) -> Any:
-    """Start smpkit, anew if it runs, and return the module wrapped."""
-    smp.shutdown()
-    smp.init(config)
-    return smp.DistributedModel(module)
 
 
 def make(*widths: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:

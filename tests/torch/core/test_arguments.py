@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,10 +36,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.fixture(autouse=True)
-def runtime() -> Iterator[None]:
+def runtime(world: None) -> None:
     smp.init()
-    yield
-    smp.shutdown()
 
 
 @pytest.mark.parametrize("case", CALLS)

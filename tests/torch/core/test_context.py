@@ -59,14 +59,11 @@ def test_slurms_run_lengths_are_read(per_node: str, node: str, size: int) -> Non
     assert launch_from(environment).local_size == size
 
 
-def test_the_meeting_point_is_taken_over() -> None:
+def test_the_meeting_point_and_the_name_of_the_job_are_taken_over() -> None:
     launch = launch_from({**OPEN_MPI, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
     assert (launch.master_address, launch.master_port, launch.agent_store) == ("node0", 1234, False)
+    assert launch.job_id == "prterun-host-77@1"
     assert launch_from({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
-
-
-def test_open_mpi_names_its_job() -> None:
-    assert launch_from(OPEN_MPI).job_id == "prterun-host-77@1"
 
 
 @pytest.mark.parametrize(

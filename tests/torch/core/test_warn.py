@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import linecache
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 
 import smpkit.torch as smp
 from smpkit.torch.core.warn import warn_user
-from tests.torch.steps import on_ranks
-
-SCRIPT = """
-import torch
-import smpkit.torch as smp
-
-smp.init({"offload_activations": True})
-model = smp.DistributedModel(torch.nn.Linear(4, 4))
-
-@smp.step
-def train_step(x):
-    model.backward(model(x).sum())
-
-for _ in range(3):
-    train_step(torch.ones(2, 4))  # the line to look at
-"""
+from tests.torch.steps import on_ranks, train_step, wrap
 
 
-def test_a_warning_shows_the_line_of_the_script_once(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
-    said = done.stderr.splitlines()
-    assert said[0].startswith(f"{script}:13: UserWarning: offload_activations has no effect")
-    assert said[1:] == ["  train_step(torch.ones(2, 4))  # the line to look at"]
+@pytest.mark.usefixtures("world")
+def test_a_warning_shows_the_line_of_the_script_once() -> None:
+    model = wrap(torch.nn.Linear(4, 4), offload_activations=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            train_step(model, torch.ones(2, 4))  # the line to look at
+    [warning] = caught
+    assert str(warning.message).startswith("offload_activations has no effect")
+    assert "the line to look at" in linecache.getline(warning.filename, warning.lineno)
 
 
 @on_ranks(2)

@@ -20,9 +20,9 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.reducer import Bucket, GradientReducer, ReduceTarget, plan_buckets
-from tests.models import Case
+from tests.models import Case, Does
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import on_ranks, train_step, wrap
 from tests.train import Trace, Training, Way, batch, same, trace_of, world
 
 
@@ -58,7 +58,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 assert_close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7)
 
 
-def start(**options: Any) -> smp.DistributedModel:
+def start(**options: Any) -> Any:
     smp.init({"ddp": True, "microbatches": options.pop("microbatches", 1)})
     return smp.DistributedModel(Branches(), bucket_cap_mb=0.00005, **options)
 
@@ -125,7 +125,6 @@ def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
 @on_ranks(2)
 def test_a_step_sends_each_bucket_once_and_overlap_starts_them_inside_backward(overlap: bool) -> None:
     model = start(microbatches=4, overlapping_allreduce=overlap)
-    assert model.data_parallel is not None
     reducer = model.data_parallel.reducer
     early, finish = [], reducer.finish  # how many messages had started when the last backward ended
 
@@ -133,7 +132,7 @@ def test_a_step_sends_each_bucket_once_and_overlap_starts_them_inside_backward(o
         early.append(len(reducer._pending))
         finish()
 
-    reducer.finish = counted_finish  # type: ignore[method-assign]
+    reducer.finish = counted_finish
     for _ in range(2):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             branch_step(model, torch.ones(4, 3), (0, 1, 2, 3))
@@ -179,27 +178,20 @@ def test_freezing_unfreezing_and_casting_after_wrapping_are_noticed() -> None:
 
 @on_ranks(2)
 def test_a_sparse_gradient_is_refused_by_name() -> None:
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(nn.Embedding(5, 2, sparse=True))
+    model = wrap(nn.Embedding(5, 2, sparse=True), ddp=True)
     with pytest.raises(UnsupportedError, match="`weight` has a sparse gradient"):
         model(torch.tensor([1])).sum().backward()
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x
+def reentrant() -> nn.Module:
+    again = partial(checkpoint, use_reentrant=True)
+    return Does(lambda own, x: again(own.layer, again(own.layer, x)), layer=nn.Linear(2, 2))
 
 
 def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
     smp.init({"ddp": True})
     torch.manual_seed(0)
-    model = smp.DistributedModel(Reentrant(), overlapping_allreduce=overlap)
+    model = smp.DistributedModel(reentrant(), overlapping_allreduce=overlap)
     for _ in range(2):
         model.zero_grad()
         train_step(model, torch.full((1, 2), smp.rank() + 1.0, requires_grad=True))
@@ -216,20 +208,16 @@ def test_reentrant_checkpointing_works_without_overlap() -> None:
     first, second = run_ranks(train_reentrant, 2, False)
     assert_close(first, second)
     torch.manual_seed(0)
-    model = Reentrant()
+    model = reentrant()
     for rank in range(2):
         model(torch.full((1, 2), rank + 1.0, requires_grad=True)).square().mean().backward()
     assert_close(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
 
 
-def build_different_models() -> None:
+@on_ranks(2, fails=r"ranks 0 and 1: 4 against 3 parameters")
+def test_replicas_of_different_models_are_named_not_hung_on() -> None:
     smp.init({"ddp": True})
     smp.DistributedModel(Branches(4 - smp.rank()))
-
-
-def test_replicas_of_different_models_are_named_not_hung_on() -> None:
-    with pytest.raises(RankFailed, match=r"ranks 0 and 1: 4 against 3 parameters"):
-        run_ranks(build_different_models, 2)
 
 
 @pytest.mark.usefixtures("world")
@@ -350,6 +338,4 @@ def test_packing_and_unpacking_is_exact_for_every_shape_and_stride() -> None:
         bucket.pack(bucket.ids, frozenset())
     torch.optim.SGD(bucket.params).zero_grad()
     bucket.unpack(bucket.ids)
-    for param, expected in zip(bucket.params, wanted, strict=True):
-        assert param.grad is not None
-        assert torch.equal(param.grad, expected)
+    torch.testing.assert_close([param.grad for param in bucket.params], wanted, rtol=0, atol=0)

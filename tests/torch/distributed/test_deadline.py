@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,8 @@ from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 from tests.deadlines import facts, let_judge, wait_for_notes, wait_shortly
 from tests.forked import Script
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks, train_step
-
-ROOT = Path(__file__).parents[3]
+from tests.torch.distributed.conftest import Start
+from tests.torch.steps import on_ranks, train_step, wrap
 
 
 def outcome(call: Any) -> str:
@@ -38,12 +35,6 @@ def outcome(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
-
-
-def late() -> str:
-    """Come to nothing until rank 0 has given up."""
-    facts().wait(["given up"])
-    return "late"
 
 
 def given_up(call: Any) -> str:
@@ -74,34 +65,28 @@ CALLS: dict[str, Any] = {
 }
 
 
-def one_rank_is_late(what: str) -> str:
+@pytest.mark.parametrize("what", CALLS)
+@on_ranks(3, meets=False)
+def test_a_deadline_names_who_waited_for_whom_in_what(what: str) -> None:
     smp.init({"ddp": True})
     if smp.rank() == 2:
-        return late()
+        facts().wait(["given up"])  # this rank comes late
+        return
     let_judge(0, [1])
     wait_shortly()
-    return given_up(CALLS[what]) if smp.rank() == 0 else outcome(CALLS[what])
+    message = given_up(CALLS[what]) if smp.rank() == 0 else outcome(CALLS[what])
+    assert waited_seconds(message, f"in {what} for rank 2") >= 0  # no time, where rank 1 gave up before it
+    assert "timeout_seconds" in message
 
 
-@pytest.mark.parametrize("what", CALLS)
-def test_a_deadline_names_who_waited_for_whom_in_what(what: str) -> None:
-    told = run_ranks(one_rank_is_late, 3, what)
-    for message in told[:2]:
-        assert waited_seconds(message, f"in {what} for rank 2") >= 0  # no time, where rank 1 gave up before it
-        assert "timeout_seconds" in message
-
-
-def nobody_receives() -> str:
+@on_ranks(2, meets=False)
+def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
     smp.init({"ddp": True})
     if smp.rank() == 1:
-        return late()
+        facts().wait(["given up"])  # this rank comes late
+        return
     wait_shortly()
-    return given_up(lambda: smp.send("hello", 1))
-
-
-def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
-    message = run_ranks(nobody_receives, 2)[0]
-    assert waited_seconds(message, "in send to rank 1 for rank 1") >= 1
+    assert waited_seconds(given_up(lambda: smp.send("hello", 1)), "in send to rank 1 for rank 1") >= 1
 
 
 def all_receive_in_a_ring() -> str:
@@ -131,29 +116,27 @@ def test_a_ring_of_ranks_is_woken_by_the_first_whose_deadline_passes() -> None:
         assert re.search(r"; a deadlock of rank 0 in .* and rank 1 in .* and rank 2 in ", message)
 
 
-def rank_0_alone(call: str, folder: str) -> str:
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+@pytest.mark.parametrize("call", ["state_dict", "save_checkpoint"])
+@on_ranks(2, meets=False)
+def test_a_call_of_all_ranks_that_one_makes_alone_is_a_deadlock_with_both_lines(call: str, tmp_path: Path) -> None:
+    model = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), pipeline_parallel_degree=2, microbatches=2)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters()))
     train_step(model, torch.ones(4, 2))
     let_judge(0, [1])
     if smp.rank() == 1:
         facts().set("rank 1 waits", "")
-        return outcome(lambda: train_step(model, torch.ones(4, 2)))
-    facts().wait(["rank 1 waits"])
-    wait_shortly(3)
-    if call == "state_dict":
-        return outcome(lambda: model.state_dict())  # noqa: PLW0108 - the line that is named
-    return outcome(lambda: smp.save_checkpoint(folder, tag="a", model=model, optimizer=optimizer))
-
-
-@pytest.mark.parametrize("call", ["state_dict", "save_checkpoint"])
-def test_a_call_of_all_ranks_that_one_makes_alone_is_a_deadlock_with_both_lines(call: str, tmp_path: Path) -> None:
-    for message in run_ranks(rank_0_alone, 2, call, str(tmp_path)):
-        assert "; a deadlock of " in message
-        assert re.search(rf"rank 0 in test_deadline\.py, line \d+ \(`.*{call}\(", message)
-        assert re.search(r"rank 1 in test_deadline\.py, line \d+ \(`.*train_step\(", message)
-        assert "is one of these under `if smp.rank() == ...`?" in message
+        message = outcome(lambda: train_step(model, torch.ones(4, 2)))
+    else:
+        facts().wait(["rank 1 waits"])
+        wait_shortly(3)
+        if call == "state_dict":
+            message = outcome(lambda: model.state_dict())  # noqa: PLW0108 - the line that is named
+        else:
+            message = outcome(lambda: smp.save_checkpoint(tmp_path, tag="a", model=model, optimizer=optimizer))
+    assert "; a deadlock of " in message
+    assert re.search(rf"rank 0 in test_deadline\.py, line \d+ \(`.*{call}\(", message)
+    assert re.search(r"rank 1 in test_deadline\.py, line \d+ \(`.*train_step\(", message)
+    assert "is one of these under `if smp.rank() == ...`?" in message
 
 
 RECEIVING = [(0, 1), (1, 2), (2, 3), (3, 1)]
@@ -187,84 +170,27 @@ def test_a_deadlock_may_be_of_many_ranks_and_beside_this_one() -> None:
     assert [status.rank for status in deadline._circle_of_waits(waits)] == [1, 2, 3]
 
 
-def the_last_of_a_chain_is_late() -> str:
+@on_ranks(4, meets=False)
+def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
+    """Rank 0 waits for rank 1, and that for rank 2, which are as well as rank 0 is: what all lack is rank 3."""
     smp.init({"ddp": True})
     if smp.rank() == 3:
-        return late()
+        facts().wait(["given up"])  # this rank comes late
+        return
     let_judge(0, [1, 2])
     if smp.rank() > 0:
         wait_for_notes([0])  # rank 0 is the first whose deadline passes
     wait_shortly()
-    if smp.rank() == 0:
-        return given_up(lambda: smp.recv_from(1))
-    return outcome(lambda: smp.recv_from(smp.rank() + 1))
-
-
-def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
-    """Rank 0 waits for rank 1, and that for rank 2, which are as well as rank 0 is: what all lack is rank 3."""
-    for message in run_ranks(the_last_of_a_chain_is_late, 4)[:3]:
-        waits = [f"rank {rank} waited in recv_from(rank {rank + 1}) for rank {rank + 1}" for rank in (1, 2)]
-        aside = f"meanwhile {', '.join(waits)}\n"
-        assert waited_seconds(message, f"in recv_from(rank 1) for rank 3; {aside}") >= 1
+    message = (given_up if smp.rank() == 0 else outcome)(lambda: smp.recv_from(smp.rank() + 1))
+    waits = [f"rank {rank} waited in recv_from(rank {rank + 1}) for rank {rank + 1}" for rank in (1, 2)]
+    assert waited_seconds(message, f"in recv_from(rank 1) for rank 3; meanwhile {', '.join(waits)}\n") >= 1
 
 
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
 
 
-def start(script: str, size: int, folder: Path, agent: bool, *, reads: bool = False) -> Sequence[Script]:
-    """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0.
-
-    Args:
-        reads: whether it reads from its standard input.
-    """
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(script))
-    port = _port_of_a_store() if agent else _reserved_port()
-    common = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    common |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
-    environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return [Script(path, env=environment, reads=reads) for environment in environments]
-
-
-_kept: list[TCPStore | socket.socket] = []
-
-
-def _port_of_a_store() -> int:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _kept.append(store)
-    return store.port
-
-
-def _reserved_port() -> int:
-    """Return a port that nobody else is given: bound and not listening, it is left to the store of rank 0."""
-    reservation = socket.socket()
-    _kept.append(reservation)
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.bind(("127.0.0.1", 0))
-    return int(reservation.getsockname()[1])
-
-
-@pytest.fixture(autouse=True)
-def _ports() -> Iterator[None]:
-    yield
-    for each in _kept:
-        if isinstance(each, socket.socket):
-            each.close()
-    _kept.clear()
-
-
 def stories(ranks: Sequence[Script]) -> list[str]:
-    try:
-        return [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return [rank.communicate(timeout=120)[1] for rank in ranks]
 
 
 SCRIPT = """
@@ -287,23 +213,23 @@ def script(rank: int, does: str, then: str = "smp.barrier()", first: str = "") -
 
 
 @pytest.mark.parametrize("failing", [1, 0], ids=["other", "server"])
-def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, tmp_path: Path) -> None:
-    told = stories(start(script(failing, FAILS), 3, tmp_path, agent=False))  # before their deadline
+def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, start: Start) -> None:
+    told = stories(start(script(failing, FAILS), 3, agent=False))  # before their deadline
     assert told[failing].strip().endswith("ValueError: the learning rate is negative")
     for rank, story in enumerate(told):
         if rank != failing:
             assert f"RemoteError: rank {failing} failed: ValueError: the learning rate is negative" in story
 
 
-def test_a_wait_of_torch_that_breaks_as_a_rank_fails_ends_with_that_ranks_error(tmp_path: Path) -> None:
+def test_a_wait_of_torch_that_breaks_as_a_rank_fails_ends_with_that_ranks_error(start: Start) -> None:
     """Nothing of smpkit is around this wait, and torch says of it no more than `Connection closed by peer`."""
     waits = script(1, FAILS, then="dist.all_reduce(torch.ones(1))")
-    told = stories(start(waits, 2, tmp_path, agent=True))  # far sooner than their deadline
+    told = stories(start(waits, 2, agent=True))  # far sooner than their deadline
     assert "RemoteError: rank 1 failed: ValueError: the learning rate is negative" in told[0]
     assert told[1].strip().endswith("ValueError: the learning rate is negative")
 
 
-def test_a_collective_that_torch_calls_by_itself_names_who_waited_for_whom(tmp_path: Path) -> None:
+def test_a_collective_that_torch_calls_by_itself_names_who_waited_for_whom(start: Start) -> None:
     """As `fully_shard` does in a backward that the other replicas leave out: gloo said no more than `Timed out`."""
     first = "from tests.deadlines import let_judge, wait_shortly; let_judge(0, [1])"
     waits = script(
@@ -312,13 +238,13 @@ def test_a_collective_that_torch_calls_by_itself_names_who_waited_for_whom(tmp_p
     waited = (
         "rank 0 waited 1.0 s in torch's all_reduce for rank 1; meanwhile rank 1 waited in barrier of WORLD for rank 0"
     )
-    for story in stories(start(waits, 2, tmp_path, agent=True)):
+    for story in stories(start(waits, 2, agent=True)):
         assert f"DeadlineError: {waited}" in story
 
 
 @pytest.mark.parametrize(("leaving", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
-def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: int, agent: bool, tmp_path: Path) -> None:
-    ranks = start(script(leaving, "sys.exit(3)"), 2, tmp_path, agent)
+def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: int, agent: bool, start: Start) -> None:
+    ranks = start(script(leaving, "sys.exit(3)"), 2, agent=agent)
     told = stories(ranks)  # far sooner than their deadline
     stayed = 1 - leaving
     assert [ranks[leaving].returncode, ranks[stayed].returncode] == [3, 1]
@@ -329,31 +255,26 @@ def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: in
     assert told[leaving] == ""
 
 
-def test_a_rank_that_ends_after_the_store_says_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_ends_after_the_store_says_nothing(start: Start) -> None:
     # Until nothing listens any more where the store was.
-    ranks = start(script(1, "os.read(0, 1)", then=""), 2, tmp_path, agent=False, reads=True)
-    try:
-        ranks[0].wait(timeout=120)
-        told = ranks[1].communicate("x", timeout=120)[1]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    ranks = start(script(1, "os.read(0, 1)", then=""), 2, agent=False, reads=True)
+    ranks[0].wait(timeout=120)
+    told = ranks[1].communicate("x", timeout=120)[1]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert told == ""
 
 
-def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_without_a_word_is_named(start: Start) -> None:
     judge = "from tests.deadlines import let_judge; let_judge(0, [2])"
-    ranks = start(script(1, DIES, first=judge), 3, tmp_path, agent=True)
+    ranks = start(script(1, DIES, first=judge), 3, agent=True)
     told = stories(ranks)  # far sooner than their deadline
     assert ranks[1].returncode == -signal.SIGKILL
     for rank in (0, 2):
         assert "RemoteError: rank 0 lost rank 1 in barrier of WORLD" in told[rank]
 
 
-def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
-    told = stories(start(script(0, DIES), 2, tmp_path, agent=False))
+def test_a_dead_rank_that_served_the_store_is_named(start: Start) -> None:
+    told = stories(start(script(0, DIES), 2, agent=False))
     assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD" in told[1]
     assert "nobody listens at 127.0.0.1:" in told[1]
     assert len(told[1].splitlines()) < 12  # where the script was and why it ends, without smpkit's own frames
@@ -377,14 +298,9 @@ STANDS_STILL = """
 """
 
 
-def test_a_rank_that_serves_the_store_and_stands_still_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_serves_the_store_and_stands_still_is_named(start: Start) -> None:
     """`Store.check` has no deadline of its own: without ours rank 1 would wait for its answer for ever."""
-    ranks = start(STANDS_STILL, 2, tmp_path, agent=False)
-    try:
-        told = ranks[1].communicate(timeout=120)[1]
-    finally:
-        ranks[0].kill()
-        ranks[0].communicate()
+    told = start(STANDS_STILL, 2, agent=False)[1].communicate(timeout=120)[1]
     assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD after " in told
     assert "; the store in rank 0 could tell why, but it has not answered for 1 s" in told
 

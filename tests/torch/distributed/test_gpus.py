@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -224,15 +223,10 @@ def unused(_: int) -> None:
 
 
 @pytest.fixture(params=["launcher", "rank 0"])
-def store_in(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """Return variables that say who serves the store; the port of rank 0 is bound here and left for it to listen on."""
-    if request.param == "launcher":
-        yield {}
-        return
-    with socket.socket() as reservation:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reservation.bind(("127.0.0.1", 0))
-        yield {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(reservation.getsockname()[1])}
+def store_in(request: pytest.FixtureRequest, reserved_port: int) -> dict[str, str]:
+    """Return variables that say who serves the store."""
+    in_rank_0 = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(reserved_port)}
+    return in_rank_0 if request.param == "rank 0" else {}
 
 
 @pytest.mark.parametrize(

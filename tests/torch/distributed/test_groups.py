@@ -20,7 +20,6 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.groups import Groups
 from smpkit.torch.distributed.init import message_groups
-from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
 
 CPU = torch.device("cpu")
@@ -51,30 +50,23 @@ def test_the_timeout_of_a_default_group_that_the_script_made_stays(is_scripts: b
     try:
         for seconds in (77, 88):
             smp.init({"timeout_seconds": seconds})
-        assert dist.group.WORLD is not None
-        options: Any = dist.group.WORLD._get_backend(CPU).options
-        assert options._timeout == timedelta(seconds=77 if is_scripts else 88)
+        world: Any = dist.group.WORLD
+        assert world._get_backend(CPU).options._timeout == timedelta(seconds=77 if is_scripts else 88)
     finally:
         smp.shutdown()
         if is_scripts:
             dist.destroy_process_group()
 
 
-def misses_one() -> str:
+@on_ranks(2, meets=False, timeout=60)
+def test_a_rank_that_does_not_come_to_a_connection_is_named() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True, "timeout_seconds": 3})
     assert initialize._world is not None
     if smp.rank() == 1:
         time.sleep(6)  # alive, and elsewhere
-        return ""
-    with pytest.raises((DeadlineError, RemoteError)) as caught:
+        return
+    with pytest.raises((DeadlineError, RemoteError), match=r"(?s)the connection of.* rank 1"):
         initialize._world.groups.warm_up(state.process_groups, CPU)
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_come_to_a_connection_is_named() -> None:
-    text = run_ranks(misses_one, 2, timeout=60)[0]
-    assert "the connection of" in text
-    assert "rank 1" in text
 
 
 def test_a_gpu_that_does_not_answer_is_named() -> None:
@@ -92,8 +84,7 @@ def test_groups_of_messages_are_made_by_their_own_ranks_where_a_script_has_bound
     """Two of three ranks make them."""
     dist.init_process_group("gloo")
     smp.init({"ddp": True})
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     world.bound_device_id = torch.device("cuda", 0)
     if dist.get_rank() < 2:
         seen, new_group = [], dist.new_group

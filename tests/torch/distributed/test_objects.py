@@ -12,8 +12,8 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.distributed import objects as comm
 from tests.deadlines import facts
-from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.distributed.test_deadline import outcome
+from tests.torch.steps import MANY_SECONDS, on_ranks
 
 GRID = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 4}
 
@@ -205,9 +205,6 @@ def test_wrong_ranks_and_kinds_are_named_with_the_valid_ones() -> None:
             call()
 
 
-MANY_SECONDS = 600
-"""`timeout_seconds`: whoever waits for that has not noticed."""
-
 MISMATCHES: dict[str, Any] = {
     "barrier and allgather": (
         (smp.barrier, lambda: smp.allgather(1)),
@@ -229,23 +226,17 @@ MISMATCHES: dict[str, Any] = {
 """What each of two ranks calls, and what is said of it."""
 
 
-def mismatched(name: str) -> str:
-    smp.init({"ddp": True, "timeout_seconds": MANY_SECONDS})
-    try:
-        MISMATCHES[name][0][smp.rank()]()
-    except Exception as error:
-        if smp.rank() == 0:
-            facts().set("noticed", "")
-        else:  # a rank that notices first must not end before the other has read its header, or that sees a lost peer
-            facts().wait(["noticed"])
-        return f"{type(error).__name__}: {error}"
-    return "fine"
-
-
 @pytest.mark.parametrize("name", MISMATCHES)
+@on_ranks(2, meets=False)
 def test_calls_that_do_not_fit_are_named_and_not_waited_for(name: str) -> None:
-    first, _ = run_ranks(mismatched, 2, name)
-    assert first.startswith(f"UsageError: {MISMATCHES[name][1]}")
+    smp.init({"ddp": True, "timeout_seconds": MANY_SECONDS})
+    calls, said = MISMATCHES[name]
+    told = outcome(calls[smp.rank()])
+    if smp.rank() == 0:
+        facts().set("noticed", "")
+        assert told.startswith(f"UsageError: {said}")
+    else:  # a rank that notices first must not end before the other has read its header, or that sees a lost peer
+        facts().wait(["noticed"])
 
 
 @on_ranks(2)

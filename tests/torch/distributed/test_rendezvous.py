@@ -29,32 +29,25 @@ print(f"{place}: {ranks}\\n", end="", flush=True)
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], folder: Path, port: int) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    port = {"MASTER_PORT": str(_free_port())}  # another job may run beside the tests
-    environment = {**os.environ, **allowed, **port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **allowed, "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*arguments, sys.executable, "-W", "error", str(script)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
 
 
-def test_a_plain_script_without_a_launcher_runs_and_ends_silently(tmp_path: Path) -> None:
-    done = run([], tmp_path)
+def test_a_plain_script_without_a_launcher_runs_and_ends_silently(tmp_path: Path, reserved_port: int) -> None:
+    done = run([], tmp_path, reserved_port)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 of 1, local 0 of 1: [0]\n", "")
 
 
-def test_a_bare_mpirun_needs_no_master_address(tmp_path: Path) -> None:
+def test_a_bare_mpirun_needs_no_master_address(tmp_path: Path, reserved_port: int) -> None:
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("no mpirun here")
-    done = run([mpirun, "--allow-run-as-root", "--oversubscribe", "-np", "2"], tmp_path)
+    done = run([mpirun, "--allow-run-as-root", "--oversubscribe", "-np", "2"], tmp_path, reserved_port)
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line)
     assert lines == [f"rank {rank} of 2, local {rank} of 2: [0, 1]" for rank in range(2)]
@@ -80,9 +73,9 @@ def _listens_at(port: int, address: str) -> bool:
 
 
 @pytest.fixture
-def served() -> Iterator[Launch]:
+def served(reserved_port: int) -> Iterator[Launch]:
     """Return rank 1 of a job on this host whose rank 0 serves its store at a port that was given."""
-    launch = Launch(0, 2, 0, 2, "Open MPI", "job-a", "127.0.0.1", _free_port())
+    launch = Launch(0, 2, 0, 2, "Open MPI", "job-a", "127.0.0.1", reserved_port)
     store = connect_store(launch, None, timedelta(seconds=20))
     yield replace(launch, rank=1, local_rank=1)
     del store

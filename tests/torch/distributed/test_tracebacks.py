@@ -13,6 +13,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.distributed import tracebacks
 from tests.ranks import run_ranks
+from tests.torch.steps import in_a_row
 
 WIDTH = 4
 
@@ -43,10 +44,7 @@ def train_step(model: Any, x: Tensor, how: str) -> Tensor:
 
 def shown(how: str) -> list[str]:
     """Return which functions the traceback names, for rank 0, whose layer it is."""
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1})
-    module = nn.Sequential(Broken(how), nn.Linear(WIDTH, WIDTH))
-    smp.set_partition(module[0], 0)
-    model = smp.DistributedModel(module)
+    model = in_a_row(Broken(how), nn.Linear(WIDTH, WIDTH), microbatches=2)
     try:
         train_step(model, torch.ones(4, WIDTH), how)
     except Exception as error:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,9 +16,10 @@ from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed import deadline, watcher
 from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.deadline import waiting
-from tests.deadlines import SECONDS, facts
+from tests.deadlines import SECONDS, facts, until
 from tests.ranks import run_ranks
-from tests.torch.distributed.test_deadline import outcome, start, stories
+from tests.torch.distributed.conftest import Start
+from tests.torch.distributed.test_deadline import outcome, stories
 from tests.torch.steps import on_ranks
 
 
@@ -52,13 +52,18 @@ def begin(look_seconds: float = 0.1) -> Spinning:
     return backend
 
 
-def one_fails(how: str) -> str:
+@pytest.mark.parametrize(
+    "how",
+    ["barrier", "nothing", "NCCL communicator was aborted on rank 0.", "CUDA error: unspecified launch failure"],
+)
+@on_ranks(2, meets=False)
+def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str) -> None:
     backend = begin()
     if smp.rank() == 1:
         deadline.report_failure(ValueError("the loss is not finite"))
         assert backend.ended.is_set()
         facts().wait(["heard"])  # or its end would tell as well
-        return "failed"
+        return
     backend.item()
     assert deadline.failed()
 
@@ -69,40 +74,27 @@ def one_fails(how: str) -> str:
 
     text = outcome(smp.barrier if how == "barrier" else collective)
     facts().set("heard", "")
-    return text
+    assert text.startswith("RemoteError: rank 1 failed: ValueError: the loss is not finite")
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["barrier", "nothing", "NCCL communicator was aborted on rank 0.", "CUDA error: unspecified launch failure"],
-)
-def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str) -> None:
-    assert run_ranks(one_fails, 2, how)[0].startswith("RemoteError: rank 1 failed: ValueError: the loss is not finite")
-
-
-def one_fails_all() -> str:
+@on_ranks(2, meets=False)
+def test_a_thread_that_fails_the_job_wakes_all() -> None:
     backend = begin()
     if smp.rank() == 0:
-        failures = deadline.current_failures()
-        assert failures is not None
+        failures: Any = deadline.current_failures()
         failures.fail_all_ranks(UsageError("ranks took different ways"))
         assert backend.ended.is_set()
-        return outcome(smp.barrier)
     backend.item()
-    return outcome(smp.barrier)
+    who = "RemoteError: rank 0 failed: " if smp.rank() else ""
+    assert outcome(smp.barrier).startswith(f"{who}UsageError: ranks took different ways")
 
 
-def test_a_thread_that_fails_the_job_wakes_all() -> None:
-    told = run_ranks(one_fails_all, 2)
-    assert told[0].startswith("UsageError: ranks took different ways")
-    assert told[1].startswith("RemoteError: rank 0 failed: UsageError: ranks took different ways")
-
-
-def one_loses_its_connection() -> tuple[str, bool]:
+@on_ranks(2, meets=False)
+def test_a_rank_that_loses_another_ends_its_own_kernels() -> None:
     backend = begin(look_seconds=SECONDS)  # nobody watches: who notices it ends its own kernels
     if smp.rank() == 1:
         facts().wait(["told"])
-        return "late", True
+        return
 
     def receive() -> None:
         with waiting("recv_from(rank 1)", [1]):
@@ -110,13 +102,8 @@ def one_loses_its_connection() -> tuple[str, bool]:
 
     text = outcome(receive)
     facts().set("told", "")
-    return text, backend.ended.is_set()
-
-
-def test_a_rank_that_loses_another_ends_its_own_kernels() -> None:
-    text, ended = run_ranks(one_loses_its_connection, 2)[0]
     assert text.startswith("RemoteError: rank 0 lost rank 1 in recv_from(rank 1)")
-    assert ended
+    assert backend.ended.is_set()
 
 
 @on_ranks(2)
@@ -170,9 +157,7 @@ def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> 
         smp.barrier()
         assert num_watchers() == 1
         smp.shutdown()
-        end = time.monotonic() + SECONDS
-        while num_watchers() and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: num_watchers() == 0, "the end of the watcher")
     backends.device_backends = lambda group: []
     smp.init({"ddp": True})
     assert num_watchers() == 0
@@ -183,8 +168,7 @@ def test_kernels_end_before_a_process_that_has_failed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(backends, "device_backends", lambda group: [backend])
     try:
         smp.init({})
-        failures = deadline.current_failures()
-        assert failures is not None
+        failures: Any = deadline.current_failures()
         failures.has_failed = True
         initialize._at_exit()
         assert backend.ended.is_set()
@@ -251,8 +235,8 @@ SPINS = """
 
 
 @pytest.mark.parametrize("agent", [True, False], ids=["agent", "rank 0 serves"])
-def test_the_traceback_of_an_aborted_call_ends_with_the_verdict(agent: bool, tmp_path: Path) -> None:
-    ranks = start(SPINS, 2, tmp_path, agent)
+def test_the_traceback_of_an_aborted_call_ends_with_the_verdict(agent: bool, start: Start) -> None:
+    ranks = start(SPINS, 2, agent=agent)
     told = stories(ranks)
     assert "RemoteError: rank 1 failed: ValueError: the mask is empty\n" in told[0]
     assert "backend.item()" in told[0] or "raise RuntimeError" in told[0]  # where the script was
@@ -274,6 +258,6 @@ SERVER_DIES = """
 """
 
 
-def test_a_server_that_dies_is_named(tmp_path: Path) -> None:
-    told = stories(start(SERVER_DIES, 2, tmp_path, agent=False))
+def test_a_server_that_dies_is_named(start: Start) -> None:
+    told = stories(start(SERVER_DIES, 2, agent=False))
     assert "RemoteError: rank 1 lost rank 0, which served the store: " in told[1]

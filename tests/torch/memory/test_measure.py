@@ -16,7 +16,7 @@ from smpkit.torch.distributed import host_memory
 from smpkit.torch.memory.chooser import Chooser
 from smpkit.torch.memory.measure import Probe, Updates, device_limit
 from smpkit.torch.recompute.layer import ChosenCheckpoint
-from tests.torch.memory.test_fit import BATCH, WIDTH, Layer
+from tests.torch.memory.test_fit import BATCH, WIDTH, saving_layer
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_an_optimizer_that_is_gone_holds_nothing() -> None:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
 def test_a_probe_sees_the_same_in_a_checkpointed_call(kept: bool) -> None:
-    layer, x, mask = Layer(), torch.ones(BATCH, WIDTH), torch.ones(BATCH, WIDTH)
+    layer, x, mask = saving_layer(), torch.ones(BATCH, WIDTH), torch.ones(BATCH, WIDTH)
     probe = Probe(EmulatedLink(), layer.parameters())
     call = probe.around("layer", layer)
     output = call(x, mask) if kept else checkpoint(call, x, mask, use_reentrant=False)

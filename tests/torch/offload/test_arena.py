@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,14 +16,6 @@ from smpkit.torch.offload import arena as arenas
 from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block, aligned, arena_for
 from smpkit.torch.offload.link import DONE, Link
 from tests.torch.offload.chains import allocate
-
-
-class Event:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def done(self) -> bool:
-        return False
 
 
 def take(arena: Arena, num_bytes: int) -> Block:
@@ -78,7 +71,7 @@ def test_a_block_waits_for_the_latest_copy_back_from_any_part_of_it() -> None:
     assert take(arena, 4096).after is DONE
     blocks = [take(arena, 1024) for _ in range(4)]
     for block, number in zip(blocks, (7, 9, 8, 5), strict=True):
-        block.last_read = Event(number)
+        block.last_read = SimpleNamespace(number=number, done=lambda: False)
     del block, blocks
     assert take(arena, 4096).after.number == 9
     assert take(arena, 1024).after.number == 9  # nobody has read it since then

@@ -7,21 +7,15 @@ from typing import Any
 
 import pytest
 
-from smpkit.plan.offload.simulate import Copy, OffloadTimeline, Rules, simulate_offload
+from smpkit.plan.offload.simulate import Copy, Rules, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.report import StepReport
-from tests.torch.offload.chains import ELEMENTS, ClockLink, Copied, engine_on, run_actions, value_of
+from tests.torch.offload.chains import ELEMENTS, ClockLink, engine_on, run_actions, value_of
 
 _BYTES = 4 * ELEMENTS
 _LAYERS = 3
-
-
-def _simulate(
-    actions: Sequence[Action], copy_seconds: float, window: Window, *, is_planned: bool = True
-) -> OffloadTimeline:
-    return simulate_offload(_tasks(actions), _link(copy_seconds), window, rules=Rules(is_planned))
 
 
 def _tasks(actions: Sequence[Action]) -> Sequence[LayerTask]:
@@ -46,10 +40,6 @@ def _play(
     return link, report, began
 
 
-def _executed(copies: Sequence[Copied], began: float) -> list[Copied]:
-    return [(value, start - began, end - began) for value, start, end in copies]
-
-
 def _planned(copies: Sequence[Copy]) -> list[Any]:
     values = [value_of(copy.task.action.microbatch, copy.task.layer) for copy in copies]
     planned = [(value, copy.start_seconds, copy.end_seconds) for value, copy in zip(values, copies, strict=True)]
@@ -58,9 +48,9 @@ def _planned(copies: Sequence[Copy]) -> list[Any]:
 
 def _assert_as_planned(actions: Sequence[Action], copy_seconds: float, window: Window, *, is_planned: bool) -> None:
     link, report, began = _play(actions, copy_seconds, window, steps=3, is_planned=is_planned)
-    timeline = _simulate(actions, copy_seconds, window, is_planned=is_planned)
-    assert _executed(link.outs, began) == _planned(timeline.outs)
-    assert _executed(link.loads, began) == _planned(timeline.loads)
+    timeline = simulate_offload(_tasks(actions), _link(copy_seconds), window, rules=Rules(is_planned))
+    for executed, planned in ((link.outs, timeline.outs), (link.loads, timeline.loads)):
+        assert [(value, start - began, end - began) for value, start, end in executed] == _planned(planned)
     assert link.seconds - began == timeline.makespan_seconds
     assert report.stall_seconds == timeline.stall_seconds
     assert (report.bytes_out, report.bytes_back) == (timeline.out_bytes, timeline.back_bytes)

@@ -1,4 +1,4 @@
-"""The two places where slices compute when the device is the CPU."""
+"""Where slices compute when the device is the CPU, and whether they are checkpointed."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Compute with the host's own buffers, as on a CPU, or with copies of them, as on a device."""
     if request.param == "device":
         monkeypatch.setattr(model, "is_the_host", lambda _: False)
+
+
+@pytest.fixture(params=[False, True], ids=["graph", "checkpoint"])
+def checkpoint(request: pytest.FixtureRequest) -> bool:
+    """Return whether slices run again in backward."""
+    return bool(request.param)

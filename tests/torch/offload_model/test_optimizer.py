@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.testing.emulated_link import EmulatedLink
-from tests.forked import Script
+from smpkit.testing.ranks import RankFailed
+from smpkit.torch.offload_model import model as module
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 everywhere = pytest.mark.usefixtures("place")
@@ -44,6 +47,15 @@ def train(networks: Any, step: Callable[[int], object], num_steps: int = 4, back
         step(number)
 
 
+def stepping(*optimizers: torch.optim.Optimizer) -> Callable[[int], None]:
+    def step(_: int) -> None:
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+    return step
+
+
 def close(plain: nn.Module, model: nn.Module, tolerance: float = 2e-6) -> None:
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
@@ -62,13 +74,7 @@ def test_slow_links_and_jitter_change_nothing(
     plain, model = make_pair(num_slices=5, num_microbatches=num_microbatches)
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
     actual = OffloadOptimizer(model, torch.optim.AdamW, overlap=overlap, **ADAMW)
-
-    def step(_: int) -> None:
-        for each in (expected, actual):
-            each.step()
-            each.zero_grad()
-
-    train((plain, model), step)
+    train((plain, model), stepping(expected, actual))
     close(plain, model)
     link.close()
 
@@ -181,18 +187,12 @@ def test_bf16_computation_with_fp32_weights(ours: bool) -> None:
 def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
     plain, model = make_pair()
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    train((plain,), lambda _: (expected.step(), expected.zero_grad()))
+    train((plain,), stepping(expected))
     model.load_state_dict(dict(zip(model.state_dict(), plain.state_dict().values(), strict=True)))
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1.0)
     optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
     assert optimizer.param_groups[0]["lr"] == 1e-3
-
-    def step(_: int) -> None:
-        for each in (expected, optimizer):
-            each.step()
-            each.zero_grad()
-
-    train((plain, model), step)
+    train((plain, model), stepping(expected, optimizer))
     close(plain, model)
     for number, state in optimizer.state_dict()["state"].items():
         wanted = expected.state_dict()["state"][number]
@@ -214,47 +214,37 @@ def test_a_checkpoint_loaded_into_a_running_model_is_used() -> None:
     assert torch.equal(model(inputs), first)
 
 
-SCRIPT = """
-import os, sys, torch
-from torch import nn
-from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload_model import model as module
-module.is_the_host = lambda device: False
-path, last, die = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.manual_seed(0)
-model = OffloadModel(nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 1)), "cpu",
-                     checkpoint_activation=True, dtype=torch.bfloat16)
-optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=0.5)
-start = 0
-if os.path.exists(path):
-    saved = torch.load(path, weights_only=True)
-    model.load_state_dict(saved["model"]); optimizer.load_state_dict(saved["optimizer"]); start = saved["step"]
-for step in range(start, last):
-    torch.manual_seed(100 + step)
-    loss = (model(torch.randn(8, 4, dtype=torch.bfloat16)).float() - 1).square().mean()
-    loss.backward(); optimizer.step()
-    print(step, repr(loss.item()), flush=True)
-    if step == 3:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
-    if step == die:
-        os.kill(os.getpid(), 9)
-"""
+def curve(path: Path, die: int | None = None) -> list[float]:
+    """Train from what was saved on, and save after step 3; return the losses, unless a step is to be the last."""
+    module.is_the_host = lambda device: False
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 1))
+    model = OffloadModel(layers, CPU, checkpoint_activation=True, dtype=torch.bfloat16)
+    optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=0.5)
+    losses, first = list[float](), 0
+    if path.exists():
+        saved, first = torch.load(path), 4
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    for step in range(first, 8):
+        torch.manual_seed(100 + step)
+        loss = (model(torch.randn(8, 4, dtype=torch.bfloat16)).float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 3:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        if step == die:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return losses
 
 
 def test_killed_and_resumed_the_curve_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-
-    def curve(checkpoint: Path, die: int) -> list[str]:
-        job = Script(script, str(checkpoint), "8", str(die), env=os.environ)
-        out, err = job.communicate(timeout=120)
-        assert job.returncode == (0 if die < 0 else -9), err
-        return out.splitlines()
-
-    whole = curve(tmp_path / "a.pt", -1)
-    killed = curve(tmp_path / "b.pt", 5)
-    resumed = curve(tmp_path / "b.pt", -1)
-    assert killed[:4] + resumed == whole
+    [whole] = run_ranks(curve, 1, tmp_path / "whole.pt")
+    with pytest.raises(RankFailed, match="exit code -9"):
+        run_ranks(curve, 1, tmp_path / "killed.pt", 5)
+    [resumed] = run_ranks(curve, 1, tmp_path / "killed.pt")
+    assert resumed == whole[4:]
 
 
 class Packed(Tensor):

@@ -5,7 +5,7 @@ Nothing depends on time: where nobody waits, the other order is certain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from threading import Event
 from typing import Any
@@ -44,8 +44,9 @@ LOOKS: dict[str, Callable[..., object]] = {
 }
 
 
-def hold_updates(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, list[int]]:
-    """Let updates wait until somebody is seen to wait for them; return that event, and the slices that are updated."""
+@pytest.fixture
+def updated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Let updates wait until somebody is seen to wait for them; return the slices that are updated."""
     somebody_waits, updated = Event(), list[int]()
     update, wait = module._update, Slice.wait_for_updates
 
@@ -61,14 +62,13 @@ def hold_updates(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, list[int]]:
 
     monkeypatch.setattr(module, "_update", held_up)
     monkeypatch.setattr(Slice, "wait_for_updates", seen)
-    return somebody_waits, updated
+    yield updated
+    somebody_waits.set()
 
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_who_looks_at_weights_waits_for_their_updates(
-    look: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_looks_at_weights_waits_for_their_updates(look: str, dtype: torch.dtype | None, updated: list[int]) -> None:
     """Also another optimizer, which would go on with those from before the step."""
     layers = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     model = OffloadModel(layers, torch.device("cpu"), num_slices=2, dtype=dtype)
@@ -77,14 +77,10 @@ def test_who_looks_at_weights_waits_for_their_updates(
     held = list(model.parameters())
     before = [parameter.detach().clone() for parameter in held]
     model(torch.ones(2, 6, dtype=dtype)).sum().backward()
-    somebody_waits, updated = hold_updates(monkeypatch)
-    try:
-        optimizer.step()
-        assert not updated
-        kept = LOOKS[look](model, optimizer, held)
-        assert len(updated) == 2
-    finally:
-        somebody_waits.set()
+    optimizer.step()
+    assert not updated
+    kept = LOOKS[look](model, optimizer, held)
+    assert len(updated) == 2
     assert not any(torch.equal(parameter, old) for parameter, old in zip(held, before, strict=True))
     del kept
 
@@ -117,19 +113,15 @@ def test_after_an_interrupt_the_next_one_waits_for_the_update() -> None:
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
-def test_an_update_keeps_the_learning_rate_of_its_step(is_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_keeps_the_learning_rate_of_its_step(is_tensor: bool, updated: list[int]) -> None:
     """Also where no forward comes before the next step, as with gradients from elsewhere."""
     layer = nn.Linear(1, 1, bias=False)
     lr = torch.tensor(0.5) if is_tensor else 0.5
     optimizer = OffloadOptimizer(OffloadModel([layer], "cpu"), torch.optim.SGD, lr=lr, num_threads=1)
     nn.init.zeros_(layer.weight)
-    somebody_waits, updated = hold_updates(monkeypatch)
-    try:
-        for rate in (0.5, 0.25):
-            _update_param_group_val(optimizer.param_groups[0], "lr", rate)  # as schedulers do: a tensor in place
-            layer.weight.grad = torch.ones(1, 1)
-            optimizer.step()
-        optimizer.state_dict()  # waits
-    finally:
-        somebody_waits.set()
+    for rate in (0.5, 0.25):
+        _update_param_group_val(optimizer.param_groups[0], "lr", rate)  # as schedulers do: a tensor in place
+        layer.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+    optimizer.state_dict()  # waits
     assert (updated, layer.weight.item()) == ([0, 0], -0.75)

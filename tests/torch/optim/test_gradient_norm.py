@@ -15,9 +15,10 @@ from smpkit.errors import UsageError
 from smpkit.torch.optim.gradient_norm import global_norm, hold_gradients
 from tests.models import MODELS
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, wrap
 from tests.train import Training, Way, reference, world
 
+pytestmark = pytest.mark.usefixtures("world")
 NORMS = [2.0, 1.0, 3.0, float("inf")]
 
 
@@ -71,11 +72,9 @@ def test_not_a_number_reaches_every_rank_and_half_precision_does_not_overflow() 
     assert norm.item() == pytest.approx(2.0)
 
 
-@pytest.mark.usefixtures("world")
 def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() -> None:
     before = vars(torch_clip_grad).copy(), vars(nn.utils).copy()
-    smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Linear(2, 1, bias=False))
+    model = wrap(nn.Linear(2, 1, bias=False), fp16=True)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0)
     model.backward(model(torch.tensor([[3.0, 4.0]])).sum())
     assert nn.utils.clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(5.0)
@@ -90,11 +89,9 @@ def test_torchs_function_clips_what_the_master_weights_get_until_the_job_ends() 
     assert all(then.items() <= now.items() for then, now in zip(before, after, strict=True))
 
 
-@pytest.mark.usefixtures("world")
 def test_torchs_function_clips_values_without_the_scale_of_the_loss() -> None:
     torch.manual_seed(0)  # of some weights no gradient would be clipped
-    smp.init({"fp16": True})
-    model = smp.DistributedModel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
+    model = wrap(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)), fp16=True)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), static_loss_scale=128.0)
     before = [each.detach().float().clone() for each in model.parameters()]
     model.backward(model(torch.tensor([[3.0, 4.0], [-1.0, 2.0]])).square().sum())
@@ -106,11 +103,9 @@ def test_torchs_function_clips_values_without_the_scale_of_the_loss() -> None:
         torch.testing.assert_close(new.float(), (old - moved).to(new.dtype).float(), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("world")
 def test_torchs_function_refuses_master_weights_that_have_no_gradients_yet() -> None:
     """As scripts for Apex give them, with `amp.master_params(optimizer)`."""
-    smp.init({"bf16": True})
-    model = smp.DistributedModel(nn.Linear(2, 1))
+    model = wrap(nn.Linear(2, 1), bf16=True)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):
         model.backward(model(torch.ones(1, 2)).sum())

@@ -16,9 +16,9 @@ from smpkit.torch.core.microbatches import root_gradient
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.messages import P2PTransfer
-from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs, watching
+from smpkit.torch.pipeline.split_backward import backward_inputs, watching
 from smpkit.torch.recompute.torch_checkpoint import _Checkpoint
-from tests.models import WIDTH, NoGradient
+from tests.models import WIDTH, Does, NoGradient
 
 
 def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -106,57 +106,51 @@ class Double(torch.autograd.Function):
         return gradient @ weight.T, x.T @ gradient
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Double.apply(self.first(x), self.weight)
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
-class SideBySide(nn.Module):
-    """One weight in two branches that do not reach each other, and one that meets the loss without an input."""
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.randn(WIDTH, WIDTH))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.alone = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.shared(x)) + torch.tanh(self.shared(2 * x)) + (self.alone @ self.alone).sum()
+def custom() -> nn.Module:
+    return Does(lambda own, x: Double.apply(own.first(x), own.weight), first=linear(), weight=weight())
 
 
 def in_a_row() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDTH)
-    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
+    layer = linear()
+    return nn.Sequential(layer, nn.Tanh(), layer, linear())
 
 
-def frozen() -> nn.Module:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    module[0].requires_grad_(False)
-    return module
+def side_by_side() -> nn.Module:
+    """One weight in two branches that do not reach each other, and one that meets the loss without an input."""
+
+    def act(own: Any, x: Tensor) -> Tensor:
+        return torch.tanh(own.shared(x)) + torch.tanh(own.shared(2 * x)) + (own.alone @ own.alone).sum()
+
+    return Does(act, shared=linear(), alone=weight())
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x)[0]
+def recurrent() -> nn.Module:
+    return Does(lambda own, x: own.cell(x)[0], cell=nn.LSTM(WIDTH, WIDTH)).double()
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     # The module, the shape of its input, and the weights whose gradients come late.
     "chain": (
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+        lambda: nn.Sequential(linear(), nn.Tanh(), linear()),
         (3, WIDTH),
         {"0.weight", "0.bias", "2.weight", "2.bias"},
     ),
     "a layer twice in a row": (in_a_row, (3, WIDTH), {"3.weight", "3.bias"}),
-    "a layer side by side": (SideBySide, (3, WIDTH), {"shared.weight", "shared.bias", "alone"}),
-    "frozen": (frozen, (3, WIDTH), {"2.weight", "2.bias"}),
-    "custom Function": (Custom, (3, WIDTH), {"first.weight", "first.bias"}),
+    "a layer side by side": (side_by_side, (3, WIDTH), {"shared.weight", "shared.bias", "alone"}),
+    "frozen": (
+        lambda: nn.Sequential(linear().requires_grad_(False), nn.Tanh(), linear()),
+        (3, WIDTH),
+        {"2.weight", "2.bias"},
+    ),
+    "custom Function": (custom, (3, WIDTH), {"first.weight", "first.bias"}),
     "weights made of weights": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
         (3, WIDTH),
@@ -174,20 +168,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
         | {f"linear{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")},
     ),
     # In float64, torch runs it step by step: what goes from step to step is used many times in a row.
-    "recurrent": (lambda: Recurrent().double(), (3, 2, WIDTH), {"cell.weight_ih_l0", "cell.bias_ih_l0"}),
+    "recurrent": (recurrent, (3, 2, WIDTH), {"cell.weight_ih_l0", "cell.bias_ih_l0"}),
 }
 
 
-def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, WeightBackward | None]:
+def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     leaf = x.clone().requires_grad_()
     half = backward_inputs([module(leaf.view_as(leaf)).square().mean()], [None], [leaf])
     assert leaf.grad is not None
     return leaf.grad, half
-
-
-def run_half(half: WeightBackward | None) -> None:
-    assert half is not None
-    half.run()
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
@@ -210,11 +199,10 @@ def test_gradients_are_those_of_one_backward_to_the_bit(name: str) -> None:
         plain(leaf.view_as(leaf)).square().mean().backward()
         before = {key: None if each is None else each.clone() for key, each in gradients(module).items()}
         gradient, half = halved(module, x)
-        assert leaf.grad is not None
-        assert torch.equal(gradient, leaf.grad)
+        assert _equal(gradient, leaf.grad)
         unchanged = {key for key, each in gradients(module).items() if _equal(each, before[key])}
         assert {key for key, each in gradients(plain).items() if each is not None} & unchanged == late
-        run_half(half)
+        half.run()
         assert all(_equal(each, gradients(plain)[key]) for key, each in gradients(module).items())
         assert added == dict.fromkeys(trained, times), "the reducer of data parallelism counts on one addition to each"
 
@@ -225,8 +213,8 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 def test_a_custom_function_runs_once() -> None:
     Double.num_backwards = 0
-    _, half = halved(Custom(), torch.randn(3, WIDTH))
-    run_half(half)
+    _, half = halved(custom(), torch.randn(3, WIDTH))
+    half.run()
     assert Double.num_backwards == 1
 
 

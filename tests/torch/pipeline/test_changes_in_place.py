@@ -18,8 +18,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.testing.ranks import RankFailed
 from tests.models import WIDTH, Case, doubled, mse_step, vectors
-from tests.ranks import run_ranks
-from tests.torch.steps import over_ranks
+from tests.torch.steps import on_ranks, over_ranks
 from tests.train import Way, run, same
 
 SHORT: dict[str, Any] = {"microbatches": 2, "batches": (4, 4)}
@@ -316,14 +315,10 @@ def sent_before(model: Any, x: Tensor) -> Tensor:
 VIEWED = {"of its copy": viewed_there, "sent there before": sent_before}
 
 
-def view_on_a_third_rank(function: Callable[[Any, Tensor], Tensor]) -> None:
-    module = Three(function)
-    model = over_ranks(module, {module.middle: 1, module.view: 2, module.last: 2})
-    smp.step(mse_step)(model, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
-
-
 @pytest.mark.parametrize("name", VIEWED)
+@on_ranks(3, fails="shares its memory with a value that `middle` has changed in place")
 def test_views_on_a_third_rank_are_refused(name: str) -> None:
     # They kept the numbers of before the change, without a word.
-    with pytest.raises(RankFailed, match=r"(?s)shares its memory with a value that `middle` has changed in place"):
-        run_ranks(view_on_a_third_rank, 3, VIEWED[name])
+    module = Three(VIEWED[name])
+    model = over_ranks(module, {module.middle: 1, module.view: 2, module.last: 2})
+    smp.step(mse_step)(model, torch.ones(2, WIDTH), torch.ones(2, WIDTH))

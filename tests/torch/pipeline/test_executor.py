@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.messages import Tag
 from tests.ranks import run_ranks
 from tests.torch.pipeline.test_rerecorded import own_way
-from tests.torch.steps import assignment, evaluate, executor, in_a_row, on_ranks, train_step
+from tests.torch.steps import asking_step, assignment, evaluate, executor, in_a_row, on_ranks, train_step, wrap
 
 WIDTH = 8
 
@@ -188,27 +188,15 @@ def test_ranks_do_what_the_plan_says(options: dict[str, Any]) -> None:
     config, _ = ModelParallelConfig.from_sources(options, None)
     num_places = 2 * config.virtual_pipeline_degree
     facts = describe((lambda: made()[0]) if config.skip_tracing else made, num_places, cfg=config, world_size=2)
-    plan = decide(config, 2, facts, Speed(1e12, LinkSpeed(1e10, 1e10)))
-    assert plan.assignment is not None
-    smp.init(options)
-    model = smp.DistributedModel(made()[0])
+    plan: Any = decide(config, 2, facts, Speed(1e12, LinkSpeed(1e10, 1e10)))
+    model = wrap(made()[0], **options)
     train_step(model, torch.ones(2 * options["microbatches"], WIDTH))
-    schedule = executor().last_schedule
-    assert schedule is not None
+    schedule: Any = executor().last_schedule
     assert assignment() == plan.assignment.partition_of
     assert schedule.actions[smp.pp_rank()] == plan.timeline.schedule.actions[smp.pp_rank()]
 
 
 # --- the last backward: replicas reduce gradients while it runs -------------------------------------------------------
-
-
-@smp.step
-def asking_step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    loss = model(inputs).square().mean()
-    if loss < 0:  # the microbatch comes back to all ranks with the answer
-        loss = -loss
-    model.backward(loss)
-    return loss
 
 
 def told(step: Callable[[], object]) -> list[str]:
@@ -258,16 +246,11 @@ def assert_told_once(events: list[str]) -> None:
     assert [place for place, event in enumerate(events) if event == "last"] == [len(events) - 2], events
 
 
-def stray_in_halves() -> list[str]:
-    model = start(6, pipeline="zero_bubble")
-    x = torch.randn(12, WIDTH)
-    skipping: Iterator[bool] = iter([False] * 6 + [False] * 3 + [True] + [False] * 2)
-    own_way(model, x, skipping)
-    return told(lambda: own_way(model, x, skipping))
-
-
+@on_ranks(2)
 def test_a_microbatch_that_strays_has_no_weight_halves_to_wait_for() -> None:
-    found = run_ranks(stray_in_halves, 2)
-    assert any(event.startswith("W") for events in found for event in events)
-    for events in found:
-        assert_told_once(events)
+    model, x = start(6, pipeline="zero_bubble"), torch.randn(12, WIDTH)
+    skipping = iter([False] * 6 + [False] * 3 + [True] + [False] * 2)
+    own_way(model, x, skipping)
+    events = told(lambda: own_way(model, x, skipping))
+    assert_told_once(events)
+    assert any(event.startswith("W") for of_rank in smp.allgather(events) for event in of_rank)

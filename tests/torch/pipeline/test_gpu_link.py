@@ -77,8 +77,7 @@ def test_values_are_taken_in_another_order_than_they_are_sent() -> None:
         assert transport.receive(message_of(1, backward=True)) is None
     else:
         for number in (4, 5, 2, 0, 3, 1):
-            arrived = transport.receive(message_of(number))
-            assert arrived is not None
+            arrived: Any = transport.receive(message_of(number))
             assert torch.equal(arrived, value_of(number))
             assert (arrived.dtype, arrived.is_contiguous()) == (VALUES[number].dtype, number != 1)
         transport.send(value_of(0) * 2, message_of(0, backward=True))
@@ -96,8 +95,7 @@ def changed_on_its_way(copy: bool) -> None:
         transport.send(value, message_of(5), copy=copy)
         value.zero_()
     else:
-        arrived = transport.receive(message_of(5))
-        assert arrived is not None
+        arrived: Any = transport.receive(message_of(5))
         assert torch.equal(arrived, value_of(5)) or not copy
     transport.end_step()
     smp.shutdown()
@@ -110,32 +108,23 @@ def test_a_value_that_is_changed_in_place_on_its_way_is_noticed_or_a_copy_of_it_
         run_ranks(changed_on_its_way, 2, False)
 
 
-def waits_in_vain() -> str:
+@on_ranks(2, meets=False)
+def test_a_wait_for_what_nobody_sends_ends_and_says_for_what() -> None:
     transport = connected(timeout_seconds=3)
     if smp.pp_rank() == 0:
         time.sleep(6)  # alive, and silent
-        return ""
-    with pytest.raises(DeadlineError) as caught:
+        return
+    message = r"in forward of microbatch 0 \(float32\[2, 3\] for `layers.1`\) .*for rank 0"
+    with pytest.raises(DeadlineError, match=message):
         transport.receive(message_of(0))
-    return str(caught.value)
 
 
-def test_a_wait_for_what_nobody_sends_ends_and_says_for_what() -> None:
-    text = run_ranks(waits_in_vain, 2)[1]
-    assert "forward of microbatch 0 (float32[2, 3] for `layers.1`)" in text
-    assert "rank 0" in text
-
-
-def ends_without_it() -> None:
+@on_ranks(2, fails=r"rank 0 has ended the step and not sent forward of .* for `layers.1`")
+def test_a_rank_that_ends_its_step_without_a_message_is_named() -> None:
     transport = connected()
     if smp.pp_rank() == 1:
         transport.receive(message_of(0))
     transport.end_step()
-
-
-def test_a_rank_that_ends_its_step_without_a_message_is_named() -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 has ended the step and not sent forward of .* for `layers.1`"):
-        run_ranks(ends_without_it, 2)
 
 
 @contextlib.contextmanager
@@ -191,8 +180,8 @@ def test_microbatches_may_leave_the_record(way: Way) -> None:
     same(SKIPPING, way, by=train_over_links)
 
 
-def unforeseen() -> None:
-    """Send a lazy negative, and more than the receiver has made memory for."""
+@on_ranks(2)
+def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> None:
     transport = connected()
     for number, value in enumerate([torch.tensor([1 + 2j]).conj().imag, VALUES[5]]):
         message = Message(0, P2PTransfer(number, 0, 1, 0, 0, spec_of(value).as_sent), False)
@@ -200,12 +189,6 @@ def unforeseen() -> None:
             transport.send(value.to(state.device), message)
         else:
             transport.post(message_of(number))
-            arrived = transport.receive(message)
-            assert arrived is not None
+            arrived: Any = transport.receive(message)
             assert torch.equal(arrived, value.to(state.device))
     transport.end_step()
-    smp.shutdown()
-
-
-def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> None:
-    run_ranks(unforeseen, 2)

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -74,24 +75,20 @@ def code_of(microbatch: int, transfer: P2PTransfer, *, backward: bool) -> float:
     return 1 + microbatch * 1000 + transfer.number * 2 + backward
 
 
-def content(address: int, length: int) -> list[float]:
-    return list((ctypes.c_double * length).from_address(address))
-
-
+@dataclass
 class Driver:
     """Runs a schedule on one rank as the executor does, with numbers in place of a model."""
 
-    def __init__(
-        self, world: World, transport: Transport, schedule: Schedule, transfers: list[P2PTransfer], rank: int
-    ) -> None:
-        self.world = world
-        self.transport = transport
-        self.schedule = schedule
-        self.transfers = transfers
-        self.rank = rank
-        self.dice = random.Random(world.dice.random())
-        self.kept: defaultdict[int, list[tuple[torch.Tensor, float]]] = defaultdict(list)
-        """By microbatch, what autograd would save, and what must be in it."""
+    world: World
+    transport: Transport
+    schedule: Schedule
+    transfers: list[P2PTransfer]
+    rank: int
+    kept: defaultdict[int, list[tuple[torch.Tensor, float]]] = field(default_factory=lambda: defaultdict(list))
+    """By microbatch, what autograd would save, and what must be in it."""
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.world.dice.random())
 
     def step(self, diverges: int | None) -> None:
         """Run a step; in one microbatch, nobody needs what the last transfer brings."""
@@ -133,7 +130,8 @@ class Driver:
 
         def look() -> None:
             for address, length, code in seen:
-                assert content(address, length) == [code] * length, f"{name} read what another message brought"
+                content = list((ctypes.c_double * length).from_address(address))
+                assert content == [code] * length, f"{name} read what another message brought"
 
         self.world.compute(look, name)
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
-from tests.models import WIDTH, Case, vectors
-from tests.ranks import run_ranks
+from tests.models import WIDTH, Case, Does, vectors
 from tests.torch.steps import error_of, in_a_row, on_ranks
 from tests.torch.steps import train_step as train_plainly
 from tests.train import Way, same
@@ -104,16 +103,13 @@ def test_reading_a_weight_of_another_rank_says_where_it_is() -> None:
     )
 
 
-def read_in_a_unit() -> str:
-    model = begin()
-    model.module[2].reads = True
-    return error_of(lambda: train_step(model, torch.ones(6, WIDTH)))
-
-
+@on_ranks(2, meets=False)
 def test_a_module_that_reads_a_weight_of_another_rank_is_refused() -> None:
     # It computed with NaN.
-    for message in run_ranks(read_in_a_unit, 2):
-        assert "`2` needs the numbers of `0.weight`, which pipeline rank 0 holds and rank 1 does not" in message
+    model = begin()
+    model.module[2].reads = True
+    message = error_of(lambda: train_step(model, torch.ones(6, WIDTH)))
+    assert "`2` needs the numbers of `0.weight`, which pipeline rank 0 holds and rank 1 does not" in message
 
 
 @torch.no_grad()
@@ -208,16 +204,10 @@ def test_a_model_with_buffers_of_other_ranks_moves_but_is_not_made_whole() -> No
         model.cpu()
 
 
-class Penalised(nn.Module):
-    """Holds a parameter of no unit, which every rank has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+def penalised() -> nn.Module:
+    """Return a model with a parameter of no unit, which every rank has."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    return Does(lambda own, x: own.layers(x), layers=layers, scale=nn.Parameter(torch.ones(3)))
 
 
 def penalised_step(model: Any, x: Tensor, y: Tensor) -> None:
@@ -225,4 +215,4 @@ def penalised_step(model: Any, x: Tensor, y: Tensor) -> None:
 
 
 def test_a_loss_that_all_ranks_know_counts_once() -> None:
-    same(Case(Penalised, vectors, penalised_step), Way(pipeline=2))
+    same(Case(penalised, vectors, penalised_step), Way(pipeline=2))

@@ -261,10 +261,6 @@ class Cube(torch.autograd.Function):
         return 3 * x**2 * gradient
 
 
-def set_requires_grad(x: Any) -> None:
-    x.requires_grad = True
-
-
 def below(x: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         torch.sin(x)
@@ -275,7 +271,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "register_hook": (lambda x: x.register_hook(print), "`register_hook` was called on a value", "torch.nn.Module"),
     "retain_grad": (lambda x: x.retain_grad(), "`retain_grad` was called on a value", "torch.nn.Module"),
     "storage": (lambda x: x.untyped_storage(), "`untyped_storage` was called on a value", "torch.nn.Module"),
-    "attribute": (set_requires_grad, "an attribute of a value", "detach"),
+    "attribute": (lambda x: setattr(x, "requires_grad", True), "an attribute of a value", "detach"),
     "deep copy": (copy.deepcopy, "cannot be copied deeply", "clone"),
     "pickle": (pickle.dumps, "cannot be saved inside the step", "return it"),
     "plain tensor in place": (

@@ -38,28 +38,30 @@ TWO = Way(pipeline=2, microbatches=2, optimizer="AdamW")
 ONE_BATCH = replace(TWO, batches=(8,))
 
 
-def gather() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
+@pytest.fixture(scope="module")
+def plain() -> Trace:
+    return reference(CASE, TWO)[0]
+
+
+@on_ranks(2)
+def test_full_gathered_and_local_state_dicts(plain: Trace) -> None:
     with training(CASE, TWO) as trained:
         for number in range(len(TWO.batches)):
             trained.run(number)
-        model = trained.model
-        whole, first = model.state_dict(), model.state_dict(gather_to_rank0=True)
-        return copy.deepcopy((whole, first, model.local_state_dict(), trained.optimizer.state_dict()))
-
-
-def test_full_gathered_and_local_state_dicts(plain: dict[str, Tensor]) -> None:
-    (full0, first0, local0, optim0), (full1, first1, local1, _) = run_ranks(gather, 2)
-    for full in (full0, full1, first0):
-        assert list(full) == list(build(CASE).state_dict())
-        torch.testing.assert_close(dict(full), plain, rtol=TOLERANCE, atol=TOLERANCE)
-    assert first1 == {}
-    assert local0.pop("_smp_is_partial") is True
-    assert local1.pop("_smp_is_partial") is True
-    assert set(local0) | set(local1) == set(plain)
-    assert set(local0) != set(plain)
-    assert not any(value.isnan().any() for value in [*local0.values(), *local1.values()])
-    trained = [each for each in reference(CASE, TWO)[0].gradients.values() if each is not None]
-    assert len(optim0["state"]) == len(trained)
+        whole, first = trained.model.state_dict(), trained.model.state_dict(gather_to_rank0=True)
+        local, states = trained.model.local_state_dict(), trained.optimizer.state_dict()["state"]
+        assert local.pop("_smp_is_partial") is True
+        parts = smp.allgather(set(local))
+        for full in (whole, first) if smp.rank() == 0 else (whole,):
+            assert list(full) == list(build(CASE).state_dict())
+            torch.testing.assert_close(dict(full), plain.values, rtol=TOLERANCE, atol=TOLERANCE)
+        assert parts[0] | parts[1] == set(plain.values)
+        assert parts[0] != set(plain.values)
+        assert not any(value.isnan().any() for value in local.values())
+        if smp.rank() == 0:
+            assert len(states) == sum(each is not None for each in plain.gradients.values())
+        else:
+            assert first == {}
 
 
 class Allocated(TorchDispatchMode):
@@ -95,33 +97,30 @@ def test_gathering_puts_the_whole_model_on_the_first_rank_only() -> None:
         assert whole - held <= allocated.num_bytes < whole, "the first rank has its own part already"
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Tensor]:
-    return reference(CASE, TWO)[0].values
-
-
 @on_ranks(2)
-def test_trap_11_a_plain_state_dict_loads_before_and_after_partitioning(plain: dict[str, Tensor]) -> None:
+def test_trap_11_a_plain_state_dict_loads_before_and_after_partitioning(plain: Trace) -> None:
+    weights = plain.values
+
     def is_loaded() -> bool:
-        return all(torch.equal(each, plain[name]) for name, each in model.state_dict().items())
+        return all(torch.equal(each, weights[name]) for name, each in model.state_dict().items())
 
     with training(CASE, ONE_BATCH) as trained:
         model = trained.model
-        model.load_state_dict(plain)
+        model.load_state_dict(weights)
         assert is_loaded()
         trained.run(0)
         assert not is_loaded()
-        model.load_state_dict(plain)
+        model.load_state_dict(weights)
         with pytest.raises(UsageError, match="missing"):
             model.load_state_dict({"head.weight": torch.zeros(6, 6)})
         # Each rank said that all of the others' was missing, and nothing of what does not fit.
-        loaded = model.load_state_dict({"head.weight": plain["head.weight"], "old": torch.zeros(1)}, strict=False)
-        assert loaded.missing_keys == [name for name in plain if name != "head.weight"]
+        loaded = model.load_state_dict({"head.weight": weights["head.weight"], "old": torch.zeros(1)}, strict=False)
+        assert loaded.missing_keys == [name for name in weights if name != "head.weight"]
         assert loaded.unexpected_keys == ["old"]
         partial = model.local_state_dict()
         model.load_state_dict(partial)
         model.load_state_dict(partial, same_partition_load=True)
-        assert model.state_dict().keys() == plain.keys()
+        assert model.state_dict().keys() == weights.keys()
         assert is_loaded()
 
 

@@ -65,16 +65,12 @@ def autocast_state() -> tuple[object, ...]:
     )
 
 
-def gradient_state() -> tuple[object, ...]:
-    return (torch.is_grad_enabled(),)
-
-
 @pytest.mark.parametrize(
     ("around", "asked"),
     [
         (lambda: torch.autocast("cpu", torch.bfloat16), autocast_state),
         (lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast_state),
-        (torch.no_grad, gradient_state),
+        (torch.no_grad, torch.is_grad_enabled),
         (lambda: torch.device("meta"), lambda: (torch.get_default_device(), torch.zeros(1).device)),
     ],
     ids=["autocast", "autocast without its cache", "no gradients", "default device"],

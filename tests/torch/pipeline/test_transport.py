@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.testing.ranks import RankFailed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
 from smpkit.torch.pipeline.executor import num_ahead
@@ -27,8 +26,7 @@ from smpkit.torch.pipeline.messages import (
     unpack,
 )
 from smpkit.torch.pipeline.transport import Transport
-from tests.ranks import run_ranks
-from tests.torch.steps import in_a_row, on_ranks
+from tests.torch.steps import in_a_row, on_ranks, train_step
 
 VALUE = torch.arange(6.0).view(2, 3)
 TENSORS = [
@@ -38,6 +36,7 @@ TENSORS = [
     torch.tensor([[1 + 2j]], dtype=torch.complex64).conj(),
     torch.arange(6).view(2, 3).t(),
     torch.ones(1).expand(3),
+    torch.arange(6.0).view(1, 6)[:, 3],  # one element: contiguous, with a stride of 6
 ]
 
 CHANNELS_LAST = torch.arange(16.0).view(1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
@@ -157,28 +156,21 @@ def test_receives_that_were_posted_for_a_record_do_not_meet_the_next_step(times:
         assert found == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
 
 
-def use_up_all_tags() -> None:
+@on_ranks(2)
+def test_tags_of_forgotten_receives_never_come_back() -> None:
     transport = open_transport()
     for _ in range(3):
         transport.hosts.forget_posted(4096)
-    transport.hosts.forget_posted(4096)
-
-
-def test_tags_of_forgotten_receives_never_come_back() -> None:
-    with pytest.raises(RankFailed, match="no tags are left for their messages: 16,384 microbatches in all"):
-        run_ranks(use_up_all_tags, 2)
-
-
-def gives_up() -> None:
-    transport = open_transport()
-    if smp.pp_rank() == 1:
-        transport.receive(message_of(2, 4))
+    with pytest.raises(UnsupportedError, match="no tags are left for their messages: 16,384 microbatches in all"):
+        transport.hosts.forget_posted(4096)
 
 
 @pytest.mark.also_on("sim:copies:0")
+@on_ranks(2, fails=r"forward of microbatch 4 \(float32\[2, 3\]\)")
 def test_a_value_that_never_comes_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"forward of microbatch 4 \(float32\[2, 3\]\)"):
-        run_ranks(gives_up, 2)
+    transport = open_transport()
+    if smp.pp_rank() == 1:
+        transport.receive(message_of(2, 4))
 
 
 @on_ranks(2)
@@ -195,7 +187,8 @@ def test_an_unforeseen_change_of_a_value_on_its_way_is_an_error_that_names_it() 
         transport.receive(Message(2, transfer, False))
 
 
-def send_to_the_dead() -> None:
+@on_ranks(2, fails=r"rank 0 lost rank 1 in forward of microbatch \d+ .*for `layers.7`")
+def test_a_send_that_fails_says_what_and_to_whom() -> None:
     transport = open_transport()
     transfer = P2PTransfer(0, 0, 1, 0, 0, TensorSpec((1 << 20,), (1,), torch.float32, requires_grad=False), "layers.7")
     if smp.pp_rank() == 1:
@@ -204,11 +197,6 @@ def send_to_the_dead() -> None:
     for microbatch in range(1000):
         transport.send(torch.zeros(1 << 20), Message(microbatch, transfer, False))
         transport.end_step()
-
-
-def test_a_send_that_fails_says_what_and_to_whom() -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 lost rank 1 in forward of microbatch \d+ .*for `layers.7`"):
-        run_ranks(send_to_the_dead, 2)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -231,13 +219,6 @@ class Doubling(nn.Module):
         return made
 
 
-@smp.step
-def train_step(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).mean()
-    model.backward(loss)
-    return loss
-
-
 @on_ranks(2)
 def test_a_sent_value_that_backward_does_not_need_is_free_when_it_has_arrived() -> None:
     model = in_a_row(Doubling(), Doubling(), microbatches=6, active_microbatches=6)
@@ -249,11 +230,6 @@ def test_a_sent_value_that_backward_does_not_need_is_free_when_it_has_arrived() 
     assert not Doubling.alive
     # Rank 0 learns with each gradient what has arrived: at most what is on its way, and the one that is being made.
     assert 0 < Doubling.peak <= (4 if smp.pp_rank() == 0 else 1)
-
-
-def test_one_element_may_have_any_stride() -> None:
-    value = torch.arange(6.0).view(1, 6)[:, 3]  # contiguous, with a stride of 6
-    assert unpack(pack([value]), [spec_of(value)])[0].tolist() == [3]
 
 
 # --- what tells of no gradient, and what is posted ahead --------------------------------------------------------------

@@ -19,52 +19,37 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.testing.ranks import RankFailed
 from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.pipeline import measure_times
 from smpkit.torch.placement.trace import measure_units
 from smpkit.torch.placement.trial_step import TrialStep, restoring_model
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recompute import region
-from tests.ranks import run_ranks
+from tests.models import Does
 from tests.torch.steps import announced, assignment, on_ranks, train_step
 
 WIDTH = 16
 CPU = torch.device("cpu")
 
 
-class Slow(nn.Module):
-    """Takes time that no counter of operations sees."""
+def slow(seconds: float) -> nn.Module:
+    """Return a layer that takes time which no counter of operations sees."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.seconds = seconds
+    def act(own: Any, x: Tensor) -> Tensor:
+        time.sleep(seconds)
+        return own.linear(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return self.linear(x)
+    return Does(act, linear=nn.Linear(WIDTH, WIDTH))
 
 
 def slow_first() -> nn.Module:
-    return nn.Sequential(*[Slow(seconds) for seconds in (0.2, 0.0, 0.0, 0.0)])
+    return nn.Sequential(*[slow(seconds) for seconds in (0.2, 0.0, 0.0, 0.0)])
 
 
 def measured(module: nn.Module) -> dict[str, Any]:
     costs = measure_units(module, units_of(module), None)
     step = TrialStep(lambda x: module(x).sum(), (torch.ones(4, WIDTH),))
     return {cost.name: cost for cost in measure_times(module, costs, step, CPU)}
-
-
-class Twice(nn.Module):
-    """Calls its layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Slow(0.25), Slow(0.25))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](self.layers[0](x)))
 
 
 @pytest.fixture
@@ -77,7 +62,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_times_are_measured_by_unit_over_all_of_its_calls() -> None:
-    costs = measured(Twice())
+    calls_one_twice = Does(
+        lambda own, x: own.layers[1](own.layers[0](own.layers[0](x))), layers=nn.Sequential(slow(0.25), slow(0.25))
+    )
+    costs = measured(calls_one_twice)
     assert {name: cost.flops for name, cost in costs.items()} == pytest.approx({"layers.0": 0.5, "layers.1": 0.25})
     assert all(cost.activation_bytes == 0 for cost in costs.values())
 
@@ -117,10 +105,9 @@ def test_measuring_leaves_no_trace() -> None:
 
 
 def test_a_trial_that_fails_leaves_no_trace_either() -> None:
-    module = nn.BatchNorm1d(WIDTH)
+    module: Any = nn.BatchNorm1d(WIDTH)
     with pytest.raises(ValueError, match="expected 2D"), restoring_model(module, lambda tensor: tensor.clone()):
         module(torch.ones(3, 2, 2, 2))
-    assert module.running_mean is not None
     assert not module.running_mean.any()
 
 
@@ -161,17 +148,13 @@ def test_a_wish_that_the_configuration_overrules_is_told(options: dict[str, Any]
     assert lines[:1] == ([f"{line}, not by measured execution times."] if smp.rank() == 0 else [])
 
 
-def measure_without_weights() -> None:
+@on_ranks(2, fails="UsageError: execution times cannot be measured")
+def test_a_model_without_weights_cannot_be_measured() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
     with smp.delay_param_initialization():
         module = slow_first()
     model = smp.DistributedModel(module, trace_execution_times=True)
     train_step(model, torch.ones(4, WIDTH))
-
-
-def test_a_model_without_weights_cannot_be_measured() -> None:
-    with pytest.raises(RankFailed, match="UsageError: execution times cannot be measured"):
-        run_ranks(measure_without_weights, 2)
 
 
 _INPUT = 16 * 64 * 4
@@ -212,25 +195,14 @@ def test_what_checkpointing_spares_is_what_would_be_kept_without_it() -> None:
         assert (plain.spared_bytes, plain.boundary_bytes, plain.recomputed_bytes, plain.recomputed_flops) == (0,) * 4
 
 
-class Checkpointing(nn.Module):
-    """Two blocks in checkpoints of torch's or smpkit's."""
-
-    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(64, 64), nn.ModuleList([_Block(), _Block()])
-        self.run = run
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = self.run(block, x)
-        return x
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_own_checkpoint_is_planned_as_smpkits(reentrant: bool) -> None:
     def costs(run: Callable[..., torch.Tensor]) -> list[UnitCost]:
-        return describe(lambda: (Checkpointing(run), torch.zeros(16, 64))).costs
+        def in_checkpoints(own: Any, x: torch.Tensor) -> torch.Tensor:
+            return run(own.blocks[1], run(own.blocks[0], own.first(x)))
+
+        parts = {"first": nn.Linear(64, 64), "blocks": nn.ModuleList([_Block(), _Block()])}
+        return describe(lambda: (Does(in_checkpoints, **parts), torch.zeros(16, 64))).costs
 
     assert costs(partial(checkpoint, use_reentrant=reentrant)) == costs(smp.checkpoint)
 

@@ -21,6 +21,7 @@ from smpkit.torch.placement.fused_kernels import FusedKernels
 from smpkit.torch.placement.trace import measure_units
 from smpkit.torch.placement.trial_step import TrialStep, run_fake
 from smpkit.torch.placement.units import units_of
+from tests.models import Does
 
 WIDTH, LENGTH, VOCABULARY, HEADS = 32, 16, 64, 4
 
@@ -223,19 +224,13 @@ def test_a_pass_that_fails_is_a_warning_with_its_reason_and_what_is_done_instead
     assert "skip_tracing: true" in message
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.packed(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+def test_attention_costs_its_products_and_keeps_no_scores() -> None:
+    def attend(own: Any, x: Tensor) -> Tensor:
+        heads = own.packed(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], dropout_p=0.5)
         return mixed.transpose(1, 2).flatten(2)
 
-
-def test_attention_costs_its_products_and_keeps_no_scores() -> None:
-    model = nn.Sequential(Attending())
+    model = nn.Sequential(Does(attend, packed=nn.Linear(WIDTH, 3 * WIDTH, bias=False)))
     (cost,) = costs_of(model, states())
     values = 2 * LENGTH * WIDTH
     assert cost.flops == 2 * values * 3 * WIDTH + 2 * 2 * values * LENGTH
@@ -244,17 +239,13 @@ def test_attention_costs_its_products_and_keeps_no_scores() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_experts_cost_a_product_for_each_row(dtype: torch.dtype) -> None:
-    class Experts(nn.Module):  # as transformers 5 calls its mixtures of experts, unless told otherwise
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, WIDTH, 3 * WIDTH, dtype=dtype))
+    def mix(own: Any, x: Tensor) -> Tensor:  # as transformers 5 calls its mixtures of experts, unless told otherwise
+        ends = torch.arange(1, 5, dtype=torch.int32) * (x.shape[0] // 4)
+        return functional.grouped_mm(x, own.weight, offs=ends)
 
-        def forward(self, x: Tensor) -> Tensor:
-            ends = torch.arange(1, 5, dtype=torch.int32) * (x.shape[0] // 4)
-            return functional.grouped_mm(x, self.weight, offs=ends)
-
+    experts = Does(mix, weight=nn.Parameter(torch.randn(4, WIDTH, 3 * WIDTH, dtype=dtype)))
     x = torch.randn(8 * LENGTH, WIDTH, dtype=dtype, requires_grad=True)
-    (cost,) = costs_of(nn.Sequential(Experts()), x)
+    (cost,) = costs_of(nn.Sequential(experts), x)
     assert cost.flops == 2 * len(x) * WIDTH * 3 * WIDTH
     assert cost.weight_products == 1
     assert 0 <= cost.activation_bytes - x.nbytes <= 32  # and where each expert's rows end
@@ -295,37 +286,20 @@ def test_what_waits_between_the_halves_of_a_backward_is_counted(dtype: torch.dty
     costs = costs_of(blocks, x, body)
     counted = sum(cost.postponed_bytes for cost in costs)
     start = x.clone().requires_grad_()
-    left = backward_inputs([body(start).sum()], [None], [start])
-    assert left is not None
+    left: Any = backward_inputs([body(start).sum()], [None], [start])
     waiting = {each.untyped_storage() for each in tree_leaves(list(left.boundary_gradients.values()))}
     assert counted == sum(each.nbytes() for each in waiting) > 0
     assert sum(cost.weight_products for cost in costs) == len(left.groups)
 
 
-class SixOperators(nn.Module):
+def six_operators(own: Any, x: Tensor) -> Tensor:
     """A product with a transposed weight, two views, and two element-wise operators, one of them in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = functional.relu(self.linear(x)).add_(1)
-        return made.view(-1).view(x.shape)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([SixOperators(), SixOperators()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.blocks
-        return second(first(first(x) * 2))
+    return functional.relu(own.linear(x)).add_(1).view(-1).view(x.shape)
 
 
 def test_operators_of_a_unit_are_counted_and_what_those_move_whose_products_nobody_counts() -> None:
-    model, rows = Twice(), 6
+    blocks = nn.ModuleList([Does(six_operators, linear=nn.Linear(WIDTH, WIDTH)) for _ in range(2)])
+    model, rows = Does(lambda own, x: own.blocks[1](own.blocks[0](own.blocks[0](x) * 2)), blocks=blocks), 6
     first, second = costs_of(model, torch.zeros(rows, WIDTH))
     assert (first.name, second.name) == ("blocks.0", "blocks.1")
     # t, addmm, relu, add_, view, view; the multiplication between units is of the unit before.
@@ -373,22 +347,14 @@ class HandsOn(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Saving() for _ in range(2))
+        saving = lambda own, value, source, bias: own.linear(value) * source + bias  # noqa: E731
+        self.layers = nn.ModuleList(Does(saving, linear=nn.Linear(4, 4)) for _ in range(2))
 
     def forward(self, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         source = value.exp()
         for layer in self.layers:
             value = layer(value, source, bias.requires_grad_())
         return value
-
-
-class Saving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, value: torch.Tensor, source: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return self.linear(value) * source + bias
 
 
 def test_inputs_that_a_unit_does_not_save_first_are_counted_for_a_rank_that_receives_them() -> None:

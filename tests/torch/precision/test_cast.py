@@ -12,7 +12,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.precision.cast import cast_model
-from tests.torch.steps import on_ranks, train_step
+from tests.torch.steps import on_ranks, train_step, wrap
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -21,8 +21,7 @@ HALF = torch.float16
 
 def begin(module: nn.Module, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
     """Start smpkit with fp16, unless told otherwise, and return a wrapped model and its optimizer."""
-    smp.init({"fp16": True} if config is None else config)
-    model = smp.DistributedModel(module)
+    model = wrap(module, **({"fp16": True} if config is None else config))
     return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), **options)
 
 
@@ -72,9 +71,7 @@ def test_the_model_is_cast_and_what_goes_in_and_comes_out(name: str, dtype: torc
     kept = torch.float32 if name == "fp16" else dtype  # Transformers' rule for this list
     assert (module.wi.weight.dtype, module.wo.weight.dtype) == (dtype, kept)
     assert (module.sinks.dtype, module.gate.weight.dtype, module.gate.bias.dtype) == (torch.float32,) * 2 + (dtype,)
-    norm = module.norm
-    assert norm.running_var is not None
-    assert norm.num_batches_tracked is not None
+    norm: Any = module.norm
     assert (norm.weight.dtype, norm.running_var.dtype, norm.num_batches_tracked.dtype) == (
         torch.float32,
         torch.float32,
@@ -91,16 +88,12 @@ def test_delayed_weights_stay_without_memory_and_are_those_of_float32_rounded() 
     cast_model(module, HALF)
     assert module.weight.dtype is HALF
     assert module.weight.untyped_storage().nbytes() == 2
-    smp.init()
     with smp.delay_param_initialization():
         plain = nn.Linear(64, 64)
     torch.manual_seed(3)
-    expected = model_parameter_of(smp.DistributedModel(plain)).detach().to(HALF)
-    smp.shutdown()
-    smp.init({"fp16": True})
+    expected = model_parameter_of(wrap(plain)).detach().to(HALF)
     torch.manual_seed(3)
-    assert model_parameter_of(smp.DistributedModel(module)).equal(expected)
-    smp.shutdown()
+    assert model_parameter_of(wrap(module, fp16=True)).equal(expected)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -154,9 +147,8 @@ def test_what_would_be_scaled_wrongly_is_refused() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_an_optimizer_takes_no_step_when_another_one_has_the_scale(precision: str) -> None:
     # Its gradients were divided by its own scale, clipped to a norm of 0, and its masters overwrote loaded weights.
-    smp.init({precision: True})
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model = smp.DistributedModel(module)
+    model = wrap(module, **{precision: True})
     halves = [torch.optim.SGD(half.parameters(), lr=0.5) for half in module]
     first, last = [smp.DistributedOptimizer(each, static_loss_scale=128.0) for each in halves]
     model.backward(model(torch.ones(1, 2)).sum())
@@ -174,7 +166,6 @@ def test_clipping_is_by_the_norm_without_the_scale() -> None:
     assert smp.clip_grad_norm_(bias, 1.0) == pytest.approx(1.0)  # one parameter of the model
     assert smp.clip_grad_norm_(optimizer.fp32_from_fp16_groups[0], 0.5) == pytest.approx(math.sqrt(3))
     assert smp.clip_grad_norm_(model, 1.0) == pytest.approx(0.5)
-    assert weight.grad is not None
     assert weight.grad.tolist() == [[128.0, 128.0]]
     optimizer.zero_grad()
     model.backward(model(torch.ones(1, 2)).sum() * math.inf)
@@ -240,7 +231,6 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(config: dict[str, Any], s
     own = [each for each in model.local_parameters() if each.grad is not None]
     before = [each.detach().clone() for each in own]
     if smp.rank() == spoiled:  # after everything has been reduced
-        assert own[0].grad is not None
         own[0].grad.fill_(math.inf)
     optimizer.step()
     assert (optimizer.overflow, optimizer.loss_scale) == (True, 8.0)

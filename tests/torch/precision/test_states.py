@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
 from tests.train import Training, Way, batch, build
 
+pytestmark = pytest.mark.usefixtures("world")
 CASE = replace(CASES["Sequential"], batch=singles, dtype=torch.float32)
 SCALING = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**12, "scale_window": 2}}
 
@@ -109,7 +110,6 @@ def test_a_setting_that_is_changed_before_the_first_step_stays(way: str, tmp_pat
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("world")
 def test_masters_follow_what_is_loaded_into_the_model_and_keep_what_rounds_to_it() -> None:
     job = Job()
     job.train(range(2))
@@ -134,7 +134,6 @@ def assign_data(weight: Any) -> None:
     weight.data = weight.detach().clamp(-0.1, 0.1)
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("change", [lambda weight: weight.clamp_(-0.1, 0.1), clamp_data, assign_data])
 def test_a_step_begins_with_the_weights_that_the_script_has_changed(change: Callable[[Any], object]) -> None:
     """As a WGAN's clipping and nGPT's normalisation do after each step; it was undone."""
@@ -161,7 +160,6 @@ def test_a_step_begins_with_the_weights_that_the_script_has_changed(change: Call
     assert nn.Parameter.data is torch.Tensor.data
 
 
-@pytest.mark.usefixtures("world")
 def test_the_state_of_an_optimizer_in_float32_loads() -> None:
     smp.init()
     module = build(CASE)
@@ -177,7 +175,6 @@ def test_the_state_of_an_optimizer_in_float32_loads() -> None:
     job.train(range(1))
 
 
-@pytest.mark.usefixtures("world")
 def test_states_of_layers_that_are_frozen_when_they_are_loaded_keep_their_precision() -> None:
     """Scripts freeze layers at the start, load, and unfreeze those that were trained when it was saved."""
     job = Job()

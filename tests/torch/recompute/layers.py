@@ -8,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.models import Does
+
 WIDTH = 4
 Call = Callable[..., Any]
 
 
-class Layer(nn.Module):
-    """Calls a function with itself, which has a linear layer and what it is given, and with the arguments."""
+class Layer(Does):
+    """Does what a function says with a linear layer, and with what it is given."""
 
-    def __init__(self, act: Call, **attributes: Any) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(WIDTH, WIDTH), act
-        for name, value in attributes.items():
-            self.register_buffer(name, value) if type(value) is Tensor else setattr(self, name, value)
+    linear: nn.Linear
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.act(self, *args, **kwargs)
+    def __init__(self, act: Call, **parts: Any) -> None:
+        super().__init__(act, linear=nn.Linear(WIDTH, WIDTH), **parts)
 
 
 def plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

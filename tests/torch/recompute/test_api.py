@@ -16,18 +16,14 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.recompute.api import cut_groups
-
-WIDTH = 4
-
-
-def layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+from tests.models import WIDTH, Does, block
+from tests.torch.steps import wrap
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = layer()
+        self.inner = block()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
@@ -158,7 +154,7 @@ class Loop(nn.Sequential):
 
 
 def test_a_sequential_with_a_forward_of_its_own_is_checkpointed_layer_by_layer() -> None:
-    loop = Loop(layer(), layer())
+    loop = Loop(block(), block())
     smp.set_activation_checkpointing(loop)
     assert saved(lambda: loop(X)) == 2
     with pytest.raises(UsageError, match=r"(?s)`Loop` has a forward of its own, so its layers cannot be.*hint: .*each"):
@@ -197,24 +193,19 @@ def test_rejects_wrong_arguments(call: Any, message: str) -> None:
 
 @pytest.mark.usefixtures("world")
 def test_the_whole_distributed_model_is_refused() -> None:
-    smp.init({})
-    model = smp.DistributedModel(Block())
+    model = wrap(Block())
     with pytest.raises(UsageError, match="takes a layer, not the whole"):
         smp.set_activation_checkpointing(model)
 
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_tuple_reaches_layers_as_a_tuple(pack: bool) -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def act(own: Any, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = pair
+        return own.linear(x) * mask, mask
 
-        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            x, mask = pair
-            return self.linear(x) * mask, mask
-
-    stack, mask = nn.Sequential(Pair(), Pair(), Pair()), torch.rand(3, WIDTH)
+    stack = nn.Sequential(*[Does(act, linear=nn.Linear(WIDTH, WIDTH)) for _ in range(3)])
+    mask = torch.rand(3, WIDTH)
     plain = stack((X, mask))[0]
     assert torch.equal(smp.checkpoint_sequential(stack, (X, mask), "group_2", pack_args_as_tuple=pack)[0], plain)
     smp.set_activation_checkpointing(stack, pack_args_as_tuple=pack)

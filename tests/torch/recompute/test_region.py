@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import offloader
 from smpkit.torch.core.offloader import Offloader, Parked
 from tests.torch.recompute.layers import WIDTH, Call, Layer, batch, plainly, same
+from tests.torch.steps import wrap
 
 
 def sine(layer: Any, x: Tensor) -> Tensor:
@@ -215,20 +215,15 @@ def test_what_will_not_run_again_is_not_copied() -> None:
         assert copies.count == first  # nobody writes to it
 
 
+@pytest.mark.usefixtures("no_search_for_cycles")
 def test_no_cycle_keeps_a_call() -> None:
-    layer, x = Layer(sine).double(), batch() * 1
-    smp.checkpoint(layer, x).sum().backward()
-    gc.collect()
-    gc.disable()
-    try:
+    layer = Layer(sine).double()
+    for _ in range(2):
         x = batch() * 1
-        loss = smp.checkpoint(layer, x).sum()
-        kept = weakref.ref(x)
+        loss, kept = smp.checkpoint(layer, x).sum(), weakref.ref(x)
         loss.backward()
         del x, loss
         assert kept() is None
-    finally:
-        gc.enable()
 
 
 def block() -> nn.Module:
@@ -279,9 +274,7 @@ def test_what_one_layer_returns_and_the_next_takes_is_the_same_tensor(keeper: No
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("strategy", "layers"), [("each", "0123"), ("group_3", "03"), ("contiguous", "0")])
 def test_the_keeper_learns_the_paths_of_layers(keeper: Noting, strategy: str, layers: str) -> None:
-    smp.init({})
-    stack = nn.Sequential(*[block() for _ in range(4)])
-    model = smp.DistributedModel(nn.Sequential(stack))
+    model = wrap(nn.Sequential(nn.Sequential(*[block() for _ in range(4)])))
     smp.set_activation_checkpointing(model.get_module().get_submodule("0"), strategy=strategy)
     model(torch.randn(3, WIDTH)).sum().backward()
     assert [(name, len(tensors)) for name, tensors in keeper.parked] == [(f"0.{layer}", 1) for layer in layers]

@@ -21,9 +21,10 @@ from smpkit.observe.runs import RUN_DIR
 from smpkit.observe.trace import chrome_trace
 from smpkit.torch.core import devices
 from smpkit.torch.recording import recorder
+from tests.models import Does
 from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks
-from tests.torch.steps import train_step
+from tests.torch.steps import train_step, wrap
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -45,13 +46,8 @@ class _Work(torch.autograd.Function):
         return gradients[0], None
 
 
-class Worker(nn.Module):
-    def __init__(self, work: Callable[[str, int], None]) -> None:
-        super().__init__()
-        self.linear, self.work = nn.Linear(WIDTH, WIDTH), work
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return _Work.apply(self.linear(value), self.work)
+def worker(work: Callable[[str, int], None]) -> nn.Module:
+    return Does(lambda own, value: _Work.apply(own.linear(value), work), linear=nn.Linear(WIDTH, WIDTH))
 
 
 def sleep(_: str, times: int) -> None:
@@ -102,8 +98,8 @@ class DeviceEvent:
 
 
 def train(degree: int, steps: int = 2) -> None:
-    smp.init({"pipeline_parallel_degree": degree, "microbatches": MICROBATCHES, "skip_tracing": True, "ddp": True})
-    model = smp.DistributedModel(nn.Sequential(*(Worker(sleep) for _ in range(degree))))
+    layers = nn.Sequential(*(worker(sleep) for _ in range(degree)))
+    model = wrap(layers, pipeline_parallel_degree=degree, microbatches=MICROBATCHES, skip_tracing=True, ddp=True)
     for _ in range(steps):
         train_step(model, torch.ones(MICROBATCHES, WIDTH))
     smp.shutdown()
@@ -141,8 +137,7 @@ def test_bubble_of_sleeping_1f1b_is_near_the_ideal(recorded: Path) -> None:
     for step in steps:
         assert step.executed.makespan_seconds >= (MICROBATCHES + 1) * 3 * SLEEP
         assert step.step_seconds >= step.executed.makespan_seconds
-    best = min(steps, key=lambda step: step.executed.bubble)  # which other processes disturbed least
-    assert best.planned is not None
+    best: Any = min(steps, key=lambda step: step.executed.bubble)  # which other processes disturbed least
     assert best.planned.bubble == pytest.approx(1 / (MICROBATCHES + 1), abs=0.03)
     assert best.planned.bubble - 0.03 < best.executed.bubble < 0.45
 
@@ -182,9 +177,7 @@ def test_a_step_that_fails_leaves_a_mark_and_no_step(events: Path) -> None:
 @pytest.mark.usefixtures("events")
 def test_a_full_disk_ends_the_record_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
     smp.init({"microbatches": 1})
-    recording = recorder.current_recorder()
-    assert recording is not None
-    assert recording._writer is not None
+    recording: Any = recorder.current_recorder()
     recording._writer._file.close()
     recording._writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the recorder closes it
     model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
@@ -206,8 +199,7 @@ def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_
     monkeypatch.setattr(recorder, "time", clock)
     monkeypatch.setattr(devices, "record_event", clock.record_event)
     monkeypatch.setattr(devices, "wait_for_stream", clock.wait_for_stream)
-    smp.init({"microbatches": MICROBATCHES})
-    model = smp.DistributedModel(Worker(clock.launch))
+    model = wrap(worker(clock.launch), microbatches=MICROBATCHES)
     train_step(model, torch.ones(MICROBATCHES, WIDTH))
     with pytest.raises(ValueError, match="boo"):
         failing_step(model, torch.ones(MICROBATCHES, WIDTH))
@@ -240,8 +232,7 @@ def test_in_the_folder_of_a_run_a_sample_of_the_steps_is_recorded(
 ) -> None:
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(recorder.EVENTS_STEPS, "3")
-    smp.init({"microbatches": 1})
-    model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
+    model = wrap(nn.Linear(WIDTH, WIDTH), microbatches=1)
     for _ in range(102):
         train_step(model, torch.ones(1, WIDTH))
     meter = recording().meter
@@ -251,10 +242,8 @@ def test_in_the_folder_of_a_run_a_sample_of_the_steps_is_recorded(
     assert [event.number for event in log.events if isinstance(event, StepSpan)] == [0, 1, 2, 50, 100]
 
 
-def recording() -> recorder.Recorder:
-    found = recorder.latest_recorder()
-    assert found is not None
-    return found
+def recording() -> Any:
+    return recorder.latest_recorder()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", ""])
@@ -275,9 +264,8 @@ BOUNDARY_BYTES = 4 * ROWS * WIDTH
 
 def samples(folder: Path, offload: bool) -> list[MemorySample]:
     """Return those of the third step of a model of some layers."""
-    smp.init({"microbatches": MICROBATCHES, "offload_activations": offload, "skip_tracing": True})
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
-    model = smp.DistributedModel(layers)
+    model = wrap(layers, microbatches=MICROBATCHES, offload_activations=offload, skip_tracing=True)
     if offload:
         smp.set_activation_checkpointing(layers, strategy="each")
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))

@@ -9,8 +9,8 @@ import torch
 import smpkit.torch as smp
 from smpkit.torch.recording import recorder
 from smpkit.torch.recording.run_meter import STALL, RunMeter, Sampling, StepParts, parts_of
-from tests.torch.recording.test_recorder import SLEEP, WIDTH, Worker, recording, sleep
-from tests.torch.steps import train_step
+from tests.torch.recording.test_recorder import SLEEP, WIDTH, recording, sleep, worker
+from tests.torch.steps import train_step, wrap
 
 MS = 1_000_000
 
@@ -92,8 +92,7 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(recorder.QUIET)
-    smp.init({"microbatches": 2})
-    model = smp.DistributedModel(Worker(sleep))
+    model = wrap(worker(sleep), microbatches=2)
     optimizer = smp.DistributedOptimizer(SlowOptimizer(model.parameters(), lr=0.1))
     began = []
     for _ in range(8):

@@ -22,25 +22,15 @@ from tests.torch.steps import on_ranks, train_step
 WIDTH, LENGTH, SAMPLES, MICROBATCHES = 16, 4, 2, 2
 
 
-class Own(nn.Module):
-    """A layer that nothing divides, with a dropout of its own."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.linear(x))
-
-
 class Model(nn.Module):
+    """A stack between layers that nothing divides, with dropouts of their own."""
+
     def __init__(self, p: float, recompute: str = "") -> None:
         super().__init__()
         sizes: Any = {"hidden_size": WIDTH, "num_attention_heads": 4, "attention_head_size": 4, "intermediate_size": 32}
         dropouts: Any = {"attention_dropout_prob": p, "hidden_dropout_prob": p}
-        self.first = Own(p)
+        self.first, self.last = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(p)) for _ in range(2))
         self.stack = smp.nn.DistributedTransformer(num_layers=2, **sizes, **dropouts)
-        self.last = Own(p)
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

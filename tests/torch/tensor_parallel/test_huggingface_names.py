@@ -17,16 +17,16 @@ from tests.torch.steps import on_ranks
 from tests.train import batch
 
 hf = smp.nn.huggingface
-FAMILIES = {"GPT2": "gpt2", "GPTJ": "gptj", "GPTNeo": "gptneo", "Bert": "bert", "Roberta": "roberta"}
 
 
 def state_of(name: str) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in DIVISIBLE[name].build().state_dict().items()}
 
 
-@pytest.mark.parametrize(("name", "family"), FAMILIES.items())
-def test_there_and_back(name: str, family: str) -> None:
+@pytest.mark.parametrize("name", ["GPT2", "GPTJ", "GPTNeo", "Bert", "Roberta"])
+def test_there_and_back(name: str) -> None:
     """With the length that public scripts pass: a dict for today's models has no masks of that size (B5)."""
+    family = name.lower()
     module = importlib.import_module(f"smpkit.torch.nn.huggingface.{family}")
     state = state_of(name)
     ours = getattr(module, f"translate_hf_state_dict_to_smdistributed_{family}")(dict(state), 12)

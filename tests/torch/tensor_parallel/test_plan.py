@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +14,15 @@ from smpkit.errors import UnsupportedError
 from smpkit.torch.placement.shards import shard_of
 from smpkit.torch.tensor_parallel import plan
 from tests.models_of_others import DIVIDED, DIVISIBLE, PARTLY_DIVIDED, divisible
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks, wrap
 from tests.train import batch
 
 VOCABULARY = DIVIDED["vocab_size"]
 
 
 def wrapped(module: nn.Module, **config: Any) -> Any:
-    smp.shutdown()
-    smp.init({"tensor_parallel_degree": 2, "ddp": True, **config})
     smp.set_tensor_parallelism(module)
-    return smp.DistributedModel(module)
+    return wrap(module, tensor_parallel_degree=2, ddp=True, **config)
 
 
 def samples() -> tuple[Any, ...]:
@@ -36,7 +33,8 @@ def fresh(name: str = "Llama") -> Any:
     return DIVISIBLE[name].build()
 
 
-def lazy_logits() -> None:
+@on_ranks(2)
+def test_logits_are_gathered_when_somebody_reads_them() -> None:
     model = wrapped(fresh(), prescaled_batch=True)
     tokens, mask, _ = samples()
     output = model(input_ids=tokens, attention_mask=mask, labels=tokens)
@@ -54,7 +52,8 @@ def lazy_logits() -> None:
     assert model(input_ids=tokens, labels=tokens).loss == VOCABULARY
 
 
-def generation() -> None:
+@on_ranks(2)
+def test_generated_tokens_are_those_of_one_process() -> None:
     """Ranks with batches of their own generate what one process does, whoever has padding, whoever ends first."""
     module = fresh("Qwen3")
     tokens, mask = (each[4:].flip(1) for each in samples()[:2])
@@ -76,7 +75,8 @@ def generation() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def adapters() -> None:
+@on_ranks(2)
+def test_what_has_an_adapter_stays_whole() -> None:
     """A model inside of PEFT's is found, and what has an adapter stays whole."""
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
 
@@ -87,7 +87,8 @@ def adapters() -> None:
     assert layer.self_attn.q_proj.base_layer.weight.shape == (16, 16)
 
 
-def exceptions() -> None:
+@on_ranks(2)
+def test_what_the_script_leaves_out_stays_whole() -> None:
     module = fresh()
     smp.set_tensor_parallelism(module)
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": "speed"})
@@ -100,7 +101,8 @@ def exceptions() -> None:
     assert layers[1].mlp.gate_proj.weight.shape == (12, 16)
 
 
-def residuals_inside() -> None:
+@on_ranks(2)
+def test_what_a_layer_adds_between_its_divided_layers_is_whole() -> None:
     """What a layer does between and beside its divided layers is computed on whole values."""
     plain, module = fresh(), fresh()
     for each in (plain, module):
@@ -119,7 +121,8 @@ def refused(module: nn.Module, message: str, **config: Any) -> None:
         wrapped(module, **config)
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_the_plan_cannot_divide_is_refused() -> None:
     dropped = fresh("Phi")
     dropped.model.layers[0].resid_dropout.p = 0.5
     refused(dropped, r"PhiModel has dropout \(`layers\.0\.resid_dropout`: 0\.5\)", optimize="speed")
@@ -152,7 +155,8 @@ def test_every_style_of_transformers_is_known() -> None:
     assert {*ALL_PARALLEL_STYLES.keys()} - of_experts == known | refused_by_name
 
 
-def delayed() -> None:
+@on_ranks(2)
+def test_weights_that_are_made_late_are_pieces_of_those_of_one_rank() -> None:
     """Weights that are made late are pieces of those that one rank would make, however the others are seeded."""
     states = []
     for degree in (1, 2):
@@ -190,7 +194,8 @@ class EmbeddingOfPictures(nn.Embedding):
         return torch.where(indices.unsqueeze(-1) == 5, self.end_of_image, super().forward(indices))
 
 
-def embeddings_with_more_than_a_table() -> None:
+@on_ranks(2)
+def test_embeddings_with_more_than_a_table_give_the_same() -> None:
     tokens, *_ = samples()
     for kind in (NormedEmbedding, EmbeddingOfPictures):
         torch.manual_seed(7)
@@ -202,7 +207,8 @@ def embeddings_with_more_than_a_table() -> None:
         torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
 
 
-def weights_that_others_read() -> None:
+@on_ranks(2)
+def test_a_weight_that_a_forward_reads_itself_is_right() -> None:
     """As Liger's kernels do, a forward computes the loss from the weight of the head."""
     from transformers import LlamaForCausalLM
 
@@ -224,19 +230,6 @@ def weights_that_others_read() -> None:
     losses[1].backward()
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(module.lm_head.weight.grad, plain.lm_head.weight.grad)
-
-
-CASES = (
-    *(lazy_logits, generation, exceptions, residuals_inside, refusals, delayed),
-    embeddings_with_more_than_a_table,
-    weights_that_others_read,
-    adapters,
-)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_divided_by_its_own_plan(case: Callable[[], None]) -> None:
-    run_ranks(case, 2)
 
 
 def test_norms_of_latent_attention_see_whole_values() -> None:

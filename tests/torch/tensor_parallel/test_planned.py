@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from smpkit.plan.mesh import Mesh
 from smpkit.plan.partition.search import partition
 from smpkit.torch.describe import describe
 from tests.models_of_others import DIVISIBLE
-from tests.ranks import run_ranks
+from tests.torch.steps import on_ranks
 from tests.train import batch
 
 RANKS = 4
@@ -69,39 +70,28 @@ def held(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
     return found
 
 
-def held_in_all() -> list[tuple[int, int, int]]:
-    return [held(name, config) for name, config in CASES]
-
-
-def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, int]]:
-    """Return what a plan says, by rank."""
+def foreseen(name: str, config: Mapping[str, Any], rank: int) -> tuple[int, int, int]:
+    """Return what a plan says of a rank."""
     cfg, _ = ModelParallelConfig.from_sources({"ddp": True, **config}, None)
     mesh = Mesh.of(cfg, RANKS)
     model = describe(lambda: planned(name), cfg=cfg, world_size=RANKS)
     assert not smp.is_initialized()
     assert model.traced or name == "Mixtral"  # how many tokens an expert gets is a value
     assignment = partition(model.costs, cfg.pipeline_parallel_degree, cfg.memory_weight)
-    result = {}
-    for rank in range(RANKS):
-        memory = memory_of_rank(model, assignment, cfg, mesh, [rank], 1.0, "adamw")
-        result[rank] = (memory.parameters_bytes, memory.masters_bytes, memory.optimizer_bytes)
-    return result
+    memory = memory_of_rank(model, assignment, cfg, mesh, [rank], 1.0, "adamw")
+    return memory.parameters_bytes, memory.masters_bytes, memory.optimizer_bytes
 
 
 @pytest.mark.slow
-def test_ranks_hold_what_was_planned() -> None:
-    for (name, config), *ranks in zip(CASES, *run_ranks(held_in_all, RANKS, timeout=180), strict=True):
-        plan = foreseen(name, config)
-        for rank, found in enumerate(ranks):
-            assert (found[1] > 0) is ("bf16" in config or "fp16" in config) & (
-                "sharded_data_parallel_degree" not in config
-            )
-            said = f"{name}, {config}, rank {rank}"
-            if "sharded_data_parallel_degree" in config:  # parts are padded to the same size
-                for kind, num_bytes in enumerate(found):
-                    assert 0.95 * plan[rank][kind] <= num_bytes <= plan[rank][kind], said
-            else:
-                assert found == plan[rank], said
+@pytest.mark.parametrize(("name", "config"), CASES)
+@on_ranks(RANKS, timeout=180)
+def test_ranks_hold_what_was_planned(name: str, config: dict[str, Any]) -> None:
+    plan = foreseen(name, config, int(os.environ["RANK"]))
+    found = held(name, config)
+    are_padded = "sharded_data_parallel_degree" in config  # parts, to the same size
+    assert (found[1] > 0) is (("bf16" in config or "fp16" in config) and not are_padded)
+    for planned_bytes, num_bytes in zip(plan, found, strict=True):
+        assert (0.95 if are_padded else 1) * planned_bytes <= num_bytes <= planned_bytes
 
 
 def test_what_is_not_divided_is_said_and_a_plan_leaves_nothing_behind() -> None:

@@ -14,7 +14,6 @@ from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.tensor_parallel import registry
 from smpkit.torch.tensor_parallel.marking import marking_of
 from smpkit.torch.tensor_parallel.registry import (
-    ReplacementRule,
     arguments_of,
     rule_for,
     tp_register,
@@ -42,10 +41,8 @@ def plain_class() -> type[nn.Module]:
     return Plain
 
 
-def rule_of(module: nn.Module) -> ReplacementRule:
-    rule = rule_for(module)
-    assert rule is not None
-    return rule
+def rule_of(module: nn.Module) -> Any:
+    return rule_for(module)
 
 
 def test_a_class_is_replaced_with_the_arguments_its_hook_makes_or_without_one_with_its_own() -> None:
@@ -112,8 +109,7 @@ def test_what_is_created_in_the_block_is_marked_and_nothing_else() -> None:
         inside = nn.Sequential(nn.Linear(2, 2))
     after = nn.Linear(2, 2)
     assert [enabled(each) for each in (before, inside, inside[0], after)] == [None, True, True, None]
-    marking = marking_of(inside[0])
-    assert marking is not None
+    marking: Any = marking_of(inside[0])
     assert marking.config == {"fused_softmax": False}
     assert set(inside.state_dict()) == {"0.weight", "0.bias"}, "marks are no part of the state"
 
@@ -148,8 +144,7 @@ def test_model_creation_takes_the_delay_from_the_configuration() -> None:
         linear = nn.Linear(2, 3)
     assert linear.weight.dtype == torch.bfloat16
     assert is_delayed(linear.weight)
-    marking = marking_of(linear)
-    assert marking is not None
+    marking: Any = marking_of(linear)
     assert marking.enabled
     assert marking.config == {"fused_softmax": False}
     assert torch.get_default_dtype() == torch.float32
