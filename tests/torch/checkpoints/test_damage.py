@@ -345,5 +345,7 @@ def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
         shutil.rmtree(own / "one_partial")
         (own / "kept").rename(own / "one_partial")
     smp.barrier()
+    with pytest.raises(CheckpointError, match="can be used; `one_partial`: hosts .* have different saves of it; each"):
+        resume_from_checkpoint(own)
     with pytest.raises(CheckpointError, match="hosts have different saves of this name"):
         resume_from_checkpoint(own, "one")
