@@ -349,6 +349,8 @@ def read_index(folder: Path) -> Index:
             raise _another_format(folder, content)
         return Index(**content)
     except FileNotFoundError:
+        if not folder.exists():
+            raise CheckpointError(f"there is no folder {folder}") from None
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {INDEX}",
             hint="it was not copied as a whole, or SageMaker's own library wrote it: that can save with partial=False",

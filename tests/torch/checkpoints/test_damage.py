@@ -347,5 +347,7 @@ def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
     smp.barrier()
     with pytest.raises(CheckpointError, match="can be used; `one_partial`: hosts .* have different saves of it; each"):
         resume_from_checkpoint(own)
+    with pytest.raises(CheckpointError, match="was not loaded; ranks 0 and 1: there is no folder .*/none_partial$"):
+        resume_from_checkpoint(tmp_path, "none")
     with pytest.raises(CheckpointError, match="hosts have different saves of this name"):
         resume_from_checkpoint(own, "one")
