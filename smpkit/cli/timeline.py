@@ -91,7 +91,7 @@ def _report(run: Run, step: ExecutedStep, pipeline: int) -> Iterator[str]:
     replica = f", pipeline {pipeline} of {len(run.pipelines)}" if len(run.pipelines) > 1 else ""
     named = f"step {step.number} of {_range(run.steps)}, `{printable(step.name)}`"
     yield f"{named}: {seconds(step.step_seconds)}, {things(count, 'microbatch')}"
-    yield f"{mesh.size} ranks: pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}{replica}"
+    yield f"{things(mesh.size, 'rank')}: pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}{replica}"
     yield ""
     yield from _pictures(step)
     yield ""
