@@ -254,7 +254,8 @@ def staging_path(path: Path, name: str, save_id: str | None = None) -> Path:
 def publish_folder(staged: Path, target: Path, index: str) -> None:
     """Write the index of a complete folder and rename it to its final name, replacing an older one of that name.
 
-    Does nothing if another host has published it on the same file system.
+    Does nothing if somebody else has published it: another host on the same file system, or whoever looks for
+    checkpoints there meanwhile, as `finish_saves` does.
     """
     replaced = staging_path(target.parent, target.name)
     try:
@@ -267,7 +268,7 @@ def publish_folder(staged: Path, target: Path, index: str) -> None:
         if target.exists() and not _has_index(target, index):
             target.rename(replaced)
         staged.rename(target)
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointError):
         if _has_index(target, index):
             return
         raise

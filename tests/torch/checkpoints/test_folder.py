@@ -71,6 +71,17 @@ def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
         files.publish_folder(staged, old, index_text("a", order=3))
 
 
+def test_whoever_looks_for_checkpoints_may_publish_one_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`smpkit export` or `smp.latest_checkpoint` of another process, between the index and the rename."""
+    written = make(tmp_path / "elsewhere", "a")
+    index = files.read_index(written)
+    staged = files.staging_path(tmp_path, "a_partial", index.save_id)
+    written.rename(staged)
+    monkeypatch.setattr(files, "sync_folder", lambda _: files.finish_saves(tmp_path))
+    files.publish_folder(staged, tmp_path / "a_partial", index.to_text())
+    assert files.survey(tmp_path, partial=True).usable.keys() == {"a_partial"}
+
+
 def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     ours, other = files.new_save_id(), files.new_save_id()
     files.staging_path(tmp_path, "a_partial", other).mkdir()
