@@ -166,6 +166,8 @@ def folder_at(path: str | os.PathLike[str]) -> Path:
     if re.match(r"~|\w\w+:/", text):
         hint = "name it from `/`; what a job saves to its SMPKIT_CHECKPOINT_DIR goes to its `checkpoints:`, such as S3"
         raise UsageError(f"{text!r} is no folder of this machine", hint=hint)
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file", hint="name the folder it is in, and the file as the tag to load it")
     if folder.name.endswith(PARTIAL) and (folder / INDEX).is_file():
         raise UsageError(
             f"{folder} is a checkpoint itself",

@@ -40,6 +40,13 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
         files.folder_at(folder)
 
 
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    """`smp.latest_checkpoint` said that there is none; the first save, hours later, that the folder cannot be made."""
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(UsageError, match="model.pt is a file\nhint: name the folder it is in"):
+        files.folder_at(tmp_path / "model.pt")
+
+
 def test_who_writes_an_older_one_into_newest_goes_back_to_it(tmp_path: Path) -> None:
     """As with DeepSpeed's `latest` (tdrussell/diffusion-pipe#263), and as `smpkit resume` reads it."""
     for order, tag in enumerate("abc", 1):
