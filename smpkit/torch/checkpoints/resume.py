@@ -261,7 +261,7 @@ def _common_saves(saves_by_rank: list[_Saves | None]) -> tuple[list[str], dict[s
     common = [name for name, save in first.items() if all(saves.get(name) == save for saves, _, _ in surveys.values())]
     for name in first:
         if name not in common and all(name in saves for saves, _, _ in surveys.values()):
-            damaged[name] = "hosts with folders of their own have different saves of it; each save needs a tag of its own"
+            damaged[name] = "hosts with folders of their own have different saves of it: each save needs its own tag"
     return common, damaged, newest, lacking if len(lacking) < len(surveys) else []
 
 
