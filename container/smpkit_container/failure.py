@@ -36,6 +36,7 @@ _NO_GPU_HINT = (
     " to the rank's device, or write `.to(smp.state.device)`"
 )
 _NO_GPU = re.compile(r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available")
+_QUOTED = re.compile(r"'([^'\n]+)'")
 _OUT_OF_MEMORY = re.compile(r"(?:^|\.)OutOfMemoryError$|^MemoryError$|DefaultCPUAllocator: can't allocate memory")
 _ASKED_FOR = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNKNOWN_ARGUMENT = re.compile(r"(?:unrecognized arguments|[Nn]o such option):? (--?[\w-]+)")
@@ -113,7 +114,7 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
     end = cause.culprit
     story = _story(end)
     notes = [*_notes(cause, code), *_memory_lines(end)]
-    hints = [f"hint: {hint}" for hint in (_hint_of(end),) if hint]
+    hints = [f"hint: {hint}" for hint in (_hint_of(end, code),) if hint]
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
     # A machine alone is called `algo-1` for scripts that ask; who reads the screen sits before it.
@@ -292,19 +293,30 @@ def _cut(text: str, size: int) -> str:
 # ---- what to try ---------------------------------------------------------------------------------------------------
 
 
-def _hint_of(end: RankEnd) -> str | None:
+def _hint_of(end: RankEnd, code: Path) -> str | None:
     """Return the hint of the rank's own error, or what is known to help after such an end."""
     error = end.error
     if error is not None and error.hint:
         return error.hint
     if error is not None and error.name == "SystemExit" and end.exit_code == 2:
         return _argument_hint("\n".join(end.last_lines))
+    if error is not None and error.name == "FileNotFoundError":
+        return _place_hint(error.message, code)
     if error is not None and _NO_GPU.search(error.message):
         return _NO_GPU_HINT
     if not _ran_out_of_memory(end):
         return None
     remedy = "" if end.doing is None else end.doing.remedy(0 if error is None else _bytes_asked_for(error.message))
     return remedy or _MEMORY_HINT
+
+
+def _place_hint(message: str, code: Path) -> str | None:
+    """Explain a relative path that leads somewhere where the launcher was started, and nowhere beside the script."""
+    for text in _QUOTED.findall(message):
+        path = text.removeprefix(f"{code}/")
+        if not path.startswith("/") and Path(path).exists() and not (code / path).exists():
+            return f"the script works in its own folder, {code}: name `{Path(path).absolute()}`"
+    return None
 
 
 def _bytes_asked_for(message: str) -> int:

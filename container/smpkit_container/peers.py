@@ -197,7 +197,10 @@ def _receive(
             connection.close()
 
     deadline = time.monotonic() + seconds
-    with socket.create_server(("", port), backlog=len(topology.hosts)) as listener:
+    # Hosts may have addresses of IPv6 only, as the pods of such a cluster of Kubernetes.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", port), family=family, backlog=len(topology.hosts), dualstack_ipv6=both) as listener:
         listener.settimeout(_RETRY_SECONDS)
         while missing := _missing(topology.hosts, guests):
             if time.monotonic() >= deadline:
@@ -211,7 +214,9 @@ def _receive(
                 if threading.active_count() > _MAX_VISITORS:
                     visitor.close()
                 else:
-                    threading.Thread(target=welcome, args=(visitor, address[0]), daemon=True).start()
+                    threading.Thread(
+                        target=welcome, args=(visitor, address[0].removeprefix("::ffff:")), daemon=True
+                    ).start()
     connections = {index: guests[index][0] for index in range(1, len(topology.hosts))}
     everybody = [facts, *(guests[index][1] for index in connections)]
     for connection in connections.values():

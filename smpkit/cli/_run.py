@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -214,7 +214,11 @@ def _recorded(job: LoadedJob, plan: LocalPlan, where: str, train: Callable[[Path
     """Make the folder of a run, train, and note there how it ended."""
     for note in plan.notes:
         _console.note(f"note: {note}")
-    with nullcontext() if plan.checkpoints is None else held(plan.checkpoints, alone=True):
+    places = {plan.output: "output", plan.checkpoints: "checkpoints"}  # which may be one folder
+    with ExitStack() as stack:
+        for place, key in places.items():
+            if place is not None:
+                stack.enter_context(held(place, alone=key))
         folder = begin_run(job, plan.ranks, plan.hosts)
         _console.note(f"Running `{plan.job.name}` {where}: {_summary(plan)}")
         with held(folder.path):

@@ -91,7 +91,8 @@ def _report(run: Run, step: ExecutedStep, pipeline: int) -> Iterator[str]:
     replica = f", pipeline {pipeline} of {len(run.pipelines)}" if len(run.pipelines) > 1 else ""
     named = f"step {step.number} of {_range(run.steps)}, `{printable(step.name)}`"
     yield f"{named}: {seconds(step.step_seconds)}, {things(count, 'microbatch')}"
-    yield f"{mesh.size} ranks: pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}{replica}"
+    degrees = f"pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}"
+    yield f"{things(mesh.size, 'rank')}: {degrees}{replica}"
     yield ""
     yield from _pictures(step)
     yield ""

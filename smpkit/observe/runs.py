@@ -80,16 +80,20 @@ def make_run(folder: Path, name: str, now: datetime) -> Run:
 
 
 @contextmanager
-def held(folder: Path, *, alone: bool = False) -> Iterator[None]:
-    """Lock a folder for as long as this process lives, however that ends; `alone`: refuse one that another holds so."""
+def held(folder: Path, alone: str = "") -> Iterator[None]:
+    """Lock a folder for as long as this process lives, however that ends.
+
+    Args:
+        alone: the key of the job file that names it; then one that another run holds so is refused.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
     except BlockingIOError:
         os.close(descriptor)
-        hint = "give each run a folder of its own: `--set checkpoints=FOLDER`"
-        raise UsageError(f"another run saves its checkpoints to `{folder}`", hint=hint) from None
+        hint = f"give each run a folder of its own: `--set {alone}=FOLDER`"
+        raise UsageError(f"another run saves its {alone} to `{folder}`", hint=hint) from None
     except OSError:  # a file system without locks
         pass
     try:

@@ -156,16 +156,18 @@ def await_ranks(folder: Path, what: str = "ready") -> list[int]:
     return [int(file.read_text() or 0) for file in files]
 
 
-def test_two_runs_that_keep_checkpoints_in_one_folder_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit
+@pytest.mark.parametrize("key", ["checkpoints", "output"])
+def test_two_runs_that_save_to_one_folder_are_refused(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit
 ) -> None:
     """Each would have replaced and removed what the other had saved."""
     write(tmp_path, "", KEPT)
     monkeypatch.chdir(tmp_path)
-    with held(tmp_path / "kept", alone=True):
-        refused = smpkit("run", "job.yaml")
+    with held(tmp_path / "mine", alone=key):
+        refused = smpkit("run", "job.yaml", "--set", f"{key}=mine")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert f"error: another run saves its checkpoints to `{tmp_path / 'kept'}`\nhint: give each run" in refused.stderr
+    assert f"error: another run saves its {key} to `{tmp_path / 'mine'}`\nhint: " in refused.stderr
+    assert f"`--set {key}=FOLDER`" in refused.stderr
     assert not (tmp_path / "runs").exists()
 
 

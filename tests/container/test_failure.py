@@ -75,6 +75,22 @@ def test_the_screen_names_the_host_of_a_job_that_has_several() -> None:
     assert "(rank 5 on algo-1, exit 1)" in failure.screen
 
 
+@pytest.mark.parametrize(("text", "helps"), [("data/x.txt", True), ("{code}/data/x.txt", True), ("data/y.txt", False)])
+def test_a_path_from_where_the_launcher_was_started_is_explained(
+    text: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`smpkit run pkg/train.py` works in `pkg`, where `python pkg/train.py` does not."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "pkg"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "data" / "x.txt").touch()
+    message = f"FileNotFoundError: [Errno 2] No such file or directory: '{text.format(code=tmp_path / 'pkg')}'"
+    error = RankError("FileNotFoundError", message, message, exit_code=1)
+    screen = rank_failure(RootCause(RankEnd(0, 1, 1.0, error)), outcome(), TOPOLOGY, tmp_path / "pkg").screen
+    hint = f"hint: the script works in its own folder, {tmp_path}/pkg: name `{tmp_path}/data/x.txt`"
+    assert (hint in screen) == helps
+
+
 def test_memory_that_runs_out_between_steps_runs_out_in_none() -> None:
     """It had been in `backward of microbatch 3`, the last action of the step before."""
     doing = RankStatus(9, held=KindBytes(weights=2**20), has_ended=True)

@@ -196,6 +196,23 @@ def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
         assert time.monotonic() - began < 50  # each silent one alone was waited for for 10 s
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_hosts_meet_over_ipv6() -> None:
+    """The pods of a cluster with IPv6 waited for the first of them, which listened at addresses of IPv4 only."""
+    over_ipv6 = []
+    with free_ports() as port:
+
+        def second() -> None:
+            with meet(replace(SECOND, address="::1"), {}, 20.0, port, TOKEN) as peers:
+                over_ipv6.append(peers.own_address)
+
+        thread = threading.Thread(target=second, daemon=True)
+        thread.start()
+        with meet(FIRST, {}, 20.0, port, TOKEN):
+            thread.join(60)
+    assert over_ipv6 == ["::1"]
+
+
 @pytest.mark.parametrize("topology", [FIRST, SECOND], ids=["first", "second"])
 def test_hosts_of_two_jobs_do_not_meet(topology: Topology) -> None:
     with free_ports() as port:

@@ -307,6 +307,13 @@ def test_sources_that_are_too_large_are_named_with_what_to_do(user: User) -> Non
     assert "ConfigMap" in manifests(user, "--set", f"backend.kubernetes.code={user.shared}")
 
 
+def test_dependencies_beside_a_folder_in_the_image_are_refused(user: User) -> None:
+    (user.folder / "helper.py").touch()
+    user.write("", kubernetes={"code": str(user.shared)}, dependencies=["helper.py"])
+    refused = user.run("submit", "job.yaml", code=2).stderr
+    assert "dependencies: are not sent: `backend.kubernetes.code` names a folder with sources" in refused
+
+
 @pytest.mark.slow
 def test_sources_may_lie_in_a_volume(user: User) -> None:
     (user.shared / "src").mkdir()

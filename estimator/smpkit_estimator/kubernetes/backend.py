@@ -221,6 +221,9 @@ def _not_for_kubernetes(job: JobConfig, name: str) -> Iterator[Problem]:
         yield Problem(("name",), message, "lower-case letters, digits and hyphens, the first a letter")
     if job.image is None:
         yield Problem(("image",), "is required on Kubernetes", "an image with smpkit that the nodes can pull")
+    if job.dependencies and job.backend.kubernetes.code is not None:
+        hint = "put them into that folder, or remove `backend.kubernetes.code`"
+        yield Problem(("dependencies",), "are not sent: `backend.kubernetes.code` names a folder with sources", hint)
     yield from scheduled.not_for_schedulers(job)
     mounts = [volume.mount for volume in job.backend.kubernetes.volumes]
     yield from scheduled.place_problems(job, mounts, "backend.kubernetes.volumes")

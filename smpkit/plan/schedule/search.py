@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Any, Final
 
 from smpkit.plan.schedule.actions import Costs, Schedule
-from smpkit.plan.schedule.graph import Kind, ScheduleError, SegmentGraph
+from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.tasks import Edge, Task, tasks_of
@@ -110,7 +111,7 @@ class _Search:
         """Yield schedules with whole backwards: templates, then caps from few live microbatches to many."""
         yield from self._looped()
         groups = (1, self.graph.num_ranks) if self.graph.loop_chunks > 1 else (1,)  # that go round a loop together
-        for caps in _cap_choices(self.graph.depths, full_pipe, self.limit):
+        for caps in filter(self._can_be_fast, _cap_choices(self.graph.depths, full_pipe, self.limit)):
             for group in groups:
                 yield self._listed("interleaved", caps, group=group)
         if self.graph.has_backward and self.limit >= self.num_microbatches:
@@ -123,7 +124,23 @@ class _Search:
         choices: list[tuple[tuple[int, ...], Sequence[int] | None]] = list(self._postponing())
         choices += [(caps, None) for caps in _cap_choices(self.graph.depths, full_pipe, self.limit)]
         for caps, depths in sorted(choices, key=lambda choice: sum(choice[0])):
-            yield self._listed("zero_bubble", caps, split_backward=True, depths=depths)
+            if self._can_be_fast(caps):
+                yield self._listed("zero_bubble", caps, split_backward=True, depths=depths)
+
+    def _can_be_fast(self, caps: Sequence[int]) -> bool:
+        """Tell whether a schedule with these caps may be chosen; of a long chain hundreds of others may not.
+
+        Each microbatch takes one of the places that the cap of rank 0 allows, for as long as it stays there.
+        """
+        stay_seconds, too_slow_seconds = self._stay_and_limit
+        return self.num_microbatches * stay_seconds <= too_slow_seconds * caps[0]
+
+    @cached_property
+    def _stay_and_limit(self) -> tuple[float, float]:
+        """How long a microbatch stays on rank 0 at least, and how long a step takes that is not chosen."""
+        depths = tuple(max(1, min(depth, self.limit)) for depth in self.graph.depths)
+        stay_seconds = _stay_seconds(tasks_of(self.graph, self.costs, split_backward=False), self.costs)
+        return stay_seconds, self._listed("interleaved", depths).seconds * (1 + _WORTH) ** 2
 
     def _listed(self, name: str, caps: tuple[int, ...], **options: Any) -> _Candidate:
         """Make a schedule with the list scheduler."""
@@ -163,9 +180,10 @@ def _simulated(schedule: Schedule, costs: Costs) -> Iterator[_Candidate]:
 def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limit: int) -> list[tuple[int, ...]]:
     """Return the caps to try, from few live microbatches to many."""
     deepest = max(1, *depths)
-    shapes = [[depth + more for depth in depths] for more in range(deepest + 1)]
+    step = 1 + deepest // 64  # of hundreds of ranks not every number, each of which takes seconds to try
+    shapes = [[depth + more for depth in depths] for more in range(0, deepest + 1, step)]
     shapes += [[ceil(live * factor / 4) for live in full_pipe] for factor in range(4, 13)]
-    shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1), limit)]
+    shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1, step), limit)]
     choices = {tuple(max(1, min(cap, limit)) for cap in shape) for shape in shapes}
     return sorted(choices, key=lambda caps: (sum(caps), caps))
 
@@ -205,9 +223,7 @@ def bounds_of(graph: SegmentGraph, num_microbatches: int, costs: Costs, split_ba
 def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float], list[float]]:
     """Return for each task: the time before it can start, and the time from its end until everything has ended."""
     heads, tails = [0.0] * len(tasks), [0.0] * len(tasks)
-    numbers = {kind: [number for number, task in enumerate(tasks) if task.kind is kind] for kind in Kind}
-    # Tasks are numbered as forwards can run; backwards run the other way round.
-    order = [*numbers[Kind.FORWARD], *reversed(numbers[Kind.BACKWARD]), *numbers[Kind.WEIGHT]]
+    order = _order_of(tasks)
     for number in order:
         for edge in tasks[number].edges:
             head = heads[number] + tasks[number].seconds + _link_seconds(edge, costs)
@@ -217,6 +233,25 @@ def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float]
             tail = _link_seconds(edge, costs) + tasks[edge.target].seconds + tails[edge.target]
             tails[number] = max(tails[number], tail)
     return heads, tails
+
+
+def _stay_seconds(tasks: tuple[Task, ...], costs: Costs) -> float:
+    """Return the time from the begin of rank 0's first task to the end of its last one that waits for it."""
+    ends: dict[int, float] = {}
+    for number in _order_of(tasks):
+        task = tasks[number]
+        if number not in ends and not (task.kind is Kind.FORWARD and task.segment == Segment(0, 0)):
+            continue
+        ends[number] = ends.get(number, 0.0) + task.seconds
+        for edge in task.edges:
+            ends[edge.target] = max(ends.get(edge.target, 0.0), ends[number] + _link_seconds(edge, costs))
+    return max((seconds for number, seconds in ends.items() if tasks[number].segment.rank == 0), default=0.0)
+
+
+def _order_of(tasks: tuple[Task, ...]) -> list[int]:
+    """Return an order in which tasks can run: they are numbered as forwards can; backwards run the other way round."""
+    numbers = {kind: [number for number, task in enumerate(tasks) if task.kind is kind] for kind in Kind}
+    return [*numbers[Kind.FORWARD], *reversed(numbers[Kind.BACKWARD]), *numbers[Kind.WEIGHT]]
 
 
 def _link_seconds(edge: Edge, costs: Costs) -> float:

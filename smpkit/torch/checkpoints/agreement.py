@@ -22,6 +22,7 @@ from smpkit.errors import CheckpointError, SmpkitError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import object_from
+from smpkit.torch.distributed.rendezvous import name_ranks
 
 _WHAT: Final = "an agreement on a checkpoint"
 _TAG: Final = 0x5AA
@@ -94,7 +95,11 @@ def together(
         """Return who failed, and else what is decided; None if somebody is still at it."""
         if None in ends:
             return None
-        failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(ends) if message is not None]
+        ranks: dict[str, list[int]] = {}  # that say the same: of hundreds, one sentence
+        for rank, (message, _) in enumerate(ends):
+            if message is not None:
+                ranks.setdefault(message, []).append(rank)
+        failed = [f"{name_ranks(those)}: {message}" for message, those in ranks.items()]
         try:
             return failed, None if failed else decide([result for _, result in ends])
         except CheckpointError as error:

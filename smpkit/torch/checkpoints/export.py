@@ -55,7 +55,8 @@ def export(checkpoint: Path, target: Path, layout: str = "smp-v1") -> Path:
             f"`{target}` cannot be made: there is no folder `{target.parent}`", hint="make that folder first"
         )
     source = _find_checkpoint(checkpoint)
-    staged = files.staging_path(target.parent, target.name)
+    # Not named as a save's: a job that still saves to the folder removes what looks left over from its saves.
+    staged = target.with_name(f".{target.name}.{files.new_save_id()}.export")
     try:
         with files.as_checkpoint_error(f"`{target}` cannot be written"):
             staged.mkdir()

@@ -166,6 +166,8 @@ def folder_at(path: str | os.PathLike[str]) -> Path:
     if re.match(r"~|\w\w+:/", text):
         hint = "name it from `/`; what a job saves to its SMPKIT_CHECKPOINT_DIR goes to its `checkpoints:`, such as S3"
         raise UsageError(f"{text!r} is no folder of this machine", hint=hint)
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file", hint="name the folder it is in, and the file as the tag to load it")
     if folder.name.endswith(PARTIAL) and (folder / INDEX).is_file():
         raise UsageError(
             f"{folder} is a checkpoint itself",
@@ -254,7 +256,8 @@ def staging_path(path: Path, name: str, save_id: str | None = None) -> Path:
 def publish_folder(staged: Path, target: Path, index: str) -> None:
     """Write the index of a complete folder and rename it to its final name, replacing an older one of that name.
 
-    Does nothing if another host has published it on the same file system.
+    Does nothing if somebody else has published it: another host on the same file system, or whoever looks for
+    checkpoints there meanwhile, as `finish_saves` does.
     """
     replaced = staging_path(target.parent, target.name)
     try:
@@ -267,7 +270,7 @@ def publish_folder(staged: Path, target: Path, index: str) -> None:
         if target.exists() and not _has_index(target, index):
             target.rename(replaced)
         staged.rename(target)
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointError):
         if _has_index(target, index):
             return
         raise
@@ -349,6 +352,8 @@ def read_index(folder: Path) -> Index:
             raise _another_format(folder, content)
         return Index(**content)
     except FileNotFoundError:
+        if not folder.exists():
+            raise CheckpointError(f"there is no folder {folder}") from None
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {INDEX}",
             hint="it was not copied as a whole, or SageMaker's own library wrote it: that can save with partial=False",

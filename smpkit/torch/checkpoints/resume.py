@@ -259,6 +259,9 @@ def _common_saves(saves_by_rank: list[_Saves | None]) -> tuple[list[str], dict[s
     # Hosts with folders of their own may have different checkpoints, or different saves under one name.
     first, _, newest = surveys[0]
     common = [name for name, save in first.items() if all(saves.get(name) == save for saves, _, _ in surveys.values())]
+    for name in first:
+        if name not in common and all(name in saves for saves, _, _ in surveys.values()):
+            damaged[name] = "hosts with folders of their own have different saves of it: each save needs its own tag"
     return common, damaged, newest, lacking if len(lacking) < len(surveys) else []
 
 

@@ -187,7 +187,7 @@ def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
             f"ddp is False with {mesh.dp_size} data-parallel ranks: the replicas train independently; "
             f'{cut * (mesh.dp_size == mesh.size)}`"ddp": True` averages the gradients of replicas'
         )
-    if cfg.ddp_dist_backend == backends.NCCL and not backends.uses_nccl(state.device):
+    if cfg.ddp and cfg.ddp_dist_backend == backends.NCCL and not backends.uses_nccl(state.device):
         kind, used = state.device.type, backends.backend_for(state.device) or backends.GLOO
         found = "there is no GPU" if kind == "cpu" else f"this rank's device is {kind}"
         texts.append(f"ddp_dist_backend is nccl, but {found}: {used} is used")

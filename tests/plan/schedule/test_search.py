@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smpkit.plan.schedule import search
 from smpkit.plan.schedule.actions import Costs, Schedule, check
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.plan.schedule.list_scheduler import list_schedule
@@ -98,6 +101,32 @@ def test_the_work_of_the_search_grows_no_faster_than_the_microbatches() -> None:
 
     assert lines(16) < 5000 * (4 * 16)
     assert lines(32) < 2.2 * lines(16)
+
+
+def test_a_long_chain_tries_no_caps_that_must_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return list_schedule(*args, **options)
+
+    monkeypatch.setattr(search, "list_schedule", counted)
+    assert interleaved(SegmentGraph.chain(16), 64, 64).caps == tuple(range(16, 0, -1))
+    assert calls == 2  # 1F1B, for a time that can be had, and again in its turn
+    assert len(search._cap_choices(range(1024, 0, -1), [1.0] * 1024, 512)) < 200
+
+
+@SETTINGS
+@given(st.data(), graphs(), st.integers(1, 8), st.integers(1, 8), st.booleans())
+def test_caps_that_are_not_tried_would_not_be_chosen(
+    data: st.DataObject, graph: SegmentGraph, num_microbatches: int, active: int, split: bool
+) -> None:
+    costs = data.draw(costs_of(graph))
+    found = interleaved(graph, num_microbatches, active, costs, split_backward=split)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search._Search, "_can_be_fast", lambda *_: True)
+        assert interleaved(graph, num_microbatches, active, costs, split_backward=split) == found
 
 
 @pytest.mark.parametrize("latency_seconds", [0.0, 0.5, 1.0, 2.0])

@@ -342,5 +342,9 @@ def test_two_saves_under_one_tag_are_not_mixed(tmp_path: Path) -> None:
         shutil.rmtree(own / "one_partial")
         (own / "kept").rename(own / "one_partial")
     smp.barrier()
+    with pytest.raises(CheckpointError, match=r"can be used; `one_partial`: hosts .* have different saves of it: "):
+        resume_from_checkpoint(own)
+    with pytest.raises(CheckpointError, match=r"was not loaded; ranks 0 and 1: there is no folder .*/none_partial$"):
+        resume_from_checkpoint(tmp_path, "none")
     with pytest.raises(CheckpointError, match="hosts have different saves of this name"):
         resume_from_checkpoint(own, "one")

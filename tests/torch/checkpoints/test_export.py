@@ -14,7 +14,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.export import LAYOUTS, export
+from smpkit.torch.checkpoints.export import LAYOUTS, _write_hub, export
 from tests.ranks import run_ranks
 from tests.torch.steps import train_step, wrap
 
@@ -104,7 +104,7 @@ def test_what_is_merged_is_the_whole_state_dict(name: str, tmp_path: Path) -> No
     in_hub = load_file(tmp_path / "hub" / "model.safetensors")
     assert expected.keys() - in_hub.keys() == {"head.weight"}, "a tied weight is written once"
     assert all(torch.equal(value.to(expected[key].dtype), expected[key]) for key, value in in_hub.items())
-    assert not [path for path in tmp_path.rglob("*") if ".tmp" in path.name]
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
 def test_without_states_of_the_optimizer_every_number_is_trained(tmp_path: Path) -> None:
@@ -163,7 +163,19 @@ def test_a_failure_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(files, "sync_folder", full)
         with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
             export(checkpoint, tmp_path / layout, layout)
-        assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_save_to_the_same_folder_leaves_the_export_alone(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_and_write(staged: Path, source: Path) -> None:
+        files.remove_leftovers(tmp_path, files.new_save_id())  # as the job that runs does before each save
+        _write_hub(staged, source)
+
+    monkeypatch.setitem(LAYOUTS, "hub", save_and_write)
+    export(checkpoint, tmp_path / "out", "hub")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
 def test_what_is_no_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:

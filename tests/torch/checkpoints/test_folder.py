@@ -40,6 +40,13 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
         files.folder_at(folder)
 
 
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    """`smp.latest_checkpoint` said that there is none; the first save, hours later, that the folder cannot be made."""
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(UsageError, match=r"model\.pt is a file\nhint: name the folder"):
+        files.folder_at(tmp_path / "model.pt")
+
+
 def test_who_writes_an_older_one_into_newest_goes_back_to_it(tmp_path: Path) -> None:
     """As with DeepSpeed's `latest` (tdrussell/diffusion-pipe#263), and as `smpkit resume` reads it."""
     for order, tag in enumerate("abc", 1):
@@ -69,6 +76,17 @@ def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
     assert files.read_index(old).order == 2
     with pytest.raises(FileNotFoundError):
         files.publish_folder(staged, old, index_text("a", order=3))
+
+
+def test_whoever_looks_for_checkpoints_may_publish_one_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`smpkit export` or `smp.latest_checkpoint` of another process, between the index and the rename."""
+    written = make(tmp_path / "elsewhere", "a")
+    index = files.read_index(written)
+    staged = files.staging_path(tmp_path, "a_partial", index.save_id)
+    written.rename(staged)
+    monkeypatch.setattr(files, "sync_folder", lambda _: files.finish_saves(tmp_path))
+    files.publish_folder(staged, tmp_path / "a_partial", index.to_text())
+    assert files.survey(tmp_path, partial=True).usable.keys() == {"a_partial"}
 
 
 def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

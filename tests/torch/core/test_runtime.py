@@ -94,6 +94,13 @@ def test_nccl_without_a_gpu_falls_back_to_gloo_and_says_so() -> None:
     assert "gloo" in dist.get_backend()
 
 
+def test_a_backend_without_ddp_gets_one_notice() -> None:
+    with pytest.warns(UserWarning, match="nccl|ddp") as notices:
+        smp.init({"ddp_dist_backend": "nccl"})
+    texts = [str(notice.message) for notice in notices]
+    assert [text for text in texts if "ddp_dist_backend" in text] == [next(t for t in texts if "no effect" in t)]
+
+
 def test_the_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="smpkit"):
         smp.init({"microbatches": 4})
