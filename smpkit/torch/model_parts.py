@@ -169,7 +169,12 @@ class ModelParts(nn.Module):
             return self._gather_on_first_rank(local, prefix)
         whole = local
         if state.cfg.sharded_data_parallel_degree > 1:
-            whole = {name: full_tensor_of(value) for name, value in local.items()}
+            own = self.module.state_dict(prefix=prefix, keep_vars=True)
+            gathered: dict[object, Any] = {}  # tied weights are gathered once, and stay one: `torch.save` writes one
+            for name, value in local.items():
+                tie = tie_of(name, own[name])
+                gathered[tie] = gathered[tie] if tie in gathered else full_tensor_of(value)
+            whole = {name: gathered[tie_of(name, own[name])] for name in local}
         held = self._held_names()
         if held is not None:
             whole = {name: value for name, value in whole.items() if name.removeprefix(prefix) in held}
