@@ -95,11 +95,11 @@ def explain_parts(error: BaseException) -> None:
             "Sharded data parallelism has made DTensors of the weights: make averages of weights (EMA) and other copies"
             " after smp.DistributedModel, and let all ranks call `model.state_dict()` for plain tensors, as to save."
         )
-    has_some = state.pp_size > 1 or (state.cfg.shard_optimizer_state and state.dp_size > 1)
-    if has_some and "NoneType" in str(error) and "grad" in place_in_script(error.__traceback__):
+    shards = state.cfg.shard_optimizer_state and state.dp_size > 1
+    if (shards or state.pp_size > 1) and "NoneType" in str(error) and "grad" in place_in_script(error.__traceback__):
         error.add_note(
-            "`grad` is None on this rank for weights whose gradients other ranks have: go through"
-            " `model.local_parameters()`, and leave out those without a gradient."
+            "`grad` is None on this rank for weights whose gradients other ranks have: "
+            + ("leave the update to smp.DistributedOptimizer." if shards else "go through `model.local_parameters()`.")
         )
 
 

@@ -130,7 +130,7 @@ def notes_on(config: dict[str, Any], what: str) -> list[str]:
         ({"sharded_data_parallel_degree": 2}, "copies", "averages of weights (EMA) and other copies after"),
         ({"sharded_data_parallel_degree": 2}, "a file", "let all ranks call `model.state_dict()`"),
         ({"pipeline_parallel_degree": 2}, "update", "go through `model.local_parameters()`"),
-        ({"shard_optimizer_state": True}, "scaled", "leave out those without a gradient"),
+        ({"shard_optimizer_state": True}, "scaled", "leave the update to smp.DistributedOptimizer"),
     ],
 )
 def test_an_error_of_torch_says_that_a_rank_has_parts(config: dict[str, Any], what: str, note: str) -> None:
