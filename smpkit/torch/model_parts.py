@@ -170,11 +170,10 @@ class ModelParts(nn.Module):
         whole = local
         if state.cfg.sharded_data_parallel_degree > 1:
             own = self.module.state_dict(prefix=prefix, keep_vars=True)
-            gathered: dict[object, Any] = {}  # tied weights are gathered once, and stay one: `torch.save` writes one
-            for name, value in local.items():
-                tie = tie_of(name, own[name])
-                gathered[tie] = gathered[tie] if tie in gathered else full_tensor_of(value)
-            whole = {name: gathered[tie_of(name, own[name])] for name in local}
+            ties = {name: tie_of(name, own.get(name)) for name in local}
+            names = {tie: name for name, tie in ties.items()}  # a tied weight is gathered once, and stays one
+            gathered = {tie: full_tensor_of(local[name]) for tie, name in names.items()}
+            whole = {name: gathered[tie] for name, tie in ties.items()}
         held = self._held_names()
         if held is not None:
             whole = {name: value for name, value in whole.items() if name.removeprefix(prefix) in held}
