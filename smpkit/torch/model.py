@@ -86,7 +86,7 @@ class DistributedModel(ModelParts):
         backward_passes_per_step: with `ddp`, steps between reductions (gradient accumulation); an optimizer's step or
             clipping before then reduces, too. The loss is the user's to divide.
         average_grads_across_microbatches: False adds the gradients of microbatches instead (for summed losses).
-        bucket_cap_mb: MiB of gradients that are reduced at once.
+        bucket_cap_mb: MiB of gradients that are reduced at once; None, torch's default, is 25.
         trace_memory_usage: accepted for compatibility; what each part keeps is computed from shapes.
         broadcast_buffers: with `ddp`, copy buffers from the first replica at the start of every training step.
         gradient_as_bucket_view: accepted for compatibility, without effect.
@@ -111,7 +111,7 @@ class DistributedModel(ModelParts):
         overlapping_allreduce: bool = True,
         backward_passes_per_step: int = 1,
         average_grads_across_microbatches: bool = True,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = 25,
         trace_memory_usage: bool = False,
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
@@ -131,7 +131,7 @@ class DistributedModel(ModelParts):
         self._reduction = ReductionOptions(
             overlapping=overlapping_allreduce,
             passes_per_reduction=backward_passes_per_step,
-            bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
+            bucket_cap_bytes=int((bucket_cap_mb or 25) * 1024 * 1024),
             broadcast_buffers=broadcast_buffers,
         )
         if gradient_as_bucket_view and state.rank == 0:

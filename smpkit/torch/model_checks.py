@@ -33,7 +33,7 @@ def check_arguments(
     trace_execution_times: bool,
     trace_memory_usage: bool,
     backward_passes: int,
-    bucket_cap_mb: float,
+    bucket_cap_mb: float | None,
 ) -> None:
     """Refuse a model or an option of `smp.DistributedModel` that cannot work; warn of one without effect."""
     if not isinstance(module, nn.Module):
@@ -49,7 +49,7 @@ def check_arguments(
         (
             state.model is not None,
             "there is a DistributedModel already, and a script has one",
-            "put all models that are trained together into one torch.nn.Module",
+            "put models that are trained together into one torch.nn.Module; call smp.shutdown() before another one",
         ),
         (
             bool(lazy),
@@ -63,7 +63,11 @@ def check_arguments(
             "pass trace_device='gpu' or trace_execution_times=False",
         ),
         (backward_passes < 1, f"backward_passes_per_step must be at least 1, got {backward_passes}", ""),
-        (bucket_cap_mb <= 0, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}", ""),
+        (
+            bucket_cap_mb is not None and bucket_cap_mb <= 0,
+            f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}",
+            "",
+        ),
     )
     for applies, message, hint in refusals:
         if applies:

@@ -168,7 +168,11 @@ class ModelParts(nn.Module):
             return self._gather_on_first_rank(local, prefix)
         whole = local
         if state.cfg.sharded_data_parallel_degree > 1:
-            whole = {name: full_tensor_of(value) for name, value in local.items()}
+            own = self.module.state_dict(prefix=prefix, keep_vars=True)
+            ties = {name: tie_of(name, own.get(name)) for name in local}
+            names = {tie: name for name, tie in ties.items()}  # a tied weight is gathered once, and stays one
+            gathered = {tie: full_tensor_of(local[name]) for tie, name in names.items()}
+            whole = {name: gathered[tie] for name, tie in ties.items()}
         held = self._held_names()
         if held is not None:
             whole = {name: value for name, value in whole.items() if name.removeprefix(prefix) in held}
@@ -336,12 +340,21 @@ def _resize_token_embeddings(module: Any, new_num_tokens: int | None = None, *ar
     return kind.resize_token_embeddings(module, new_num_tokens, *args, **kwargs)
 
 
+def is_of_diffusers(module: nn.Module) -> bool:
+    """Tell whether a model is one of diffusers, which is not imported for that."""
+    return any(each.__name__ == "ConfigMixin" for each in type(module).__mro__)
+
+
 def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _is_wrapped(module) and kwargs.get("state_dict") is None and _holds_parts():
+    name, takes_state = type(module).__name__, not is_of_diffusers(module)
+    if _is_wrapped(module) and not (takes_state and kwargs.get("state_dict") is not None) and _holds_parts():
+        alone = "adapters: `save_pretrained(folder, state_dict=whole)` on one rank"
+        if not takes_state:
+            alone = f"a part: load it from `whole` into `{name}.from_config(module.config)` on one rank, and save that"
         raise UsageError(
-            f"save_pretrained of {type(module).__name__} would write this rank's part of the weights only",
-            hint="call `smp.save_pretrained(folder)` on all ranks; adapters: `save_pretrained(folder,"
-            " state_dict=whole)` on one rank, with `whole = model.original_state_dict()` from all",
+            f"save_pretrained of {name} would write this rank's part of the weights only",
+            hint=f"call `smp.save_pretrained(folder)` on all ranks; {alone}, with `whole = model.original_state_dict()`"
+            " from all",
         )
     kind: Any = type(module)
     return kind.save_pretrained(module, *args, **kwargs)

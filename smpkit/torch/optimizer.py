@@ -39,9 +39,7 @@ _OF_ALL: Final = re.compile("LBFGS|Prodigy|DAdapt.*|.*SAM")
 """The names of rules that go by a norm or a sum over all parameters, which they add up themselves."""
 _SWITCHES: Final = frozenset({"train", "eval"})
 """Methods by which optimizers without a schedule go to the weights that they train or evaluate, and back."""
-_OF_MATRICES: Final = frozenset(
-    {"Adafactor", "AdamP", "Kron", "LARS", "Lamb", "Lars", "Muon", "NovoGrad", "NvNovoGrad", "SGDP", "SOAP", "Shampoo"}
-)
+_OF_MATRICES: Final = re.compile(".*AGC|Adafactor|AdamP|Kron|LARS|Lamb|Lars|Muon|(Nv)?NovoGrad|SGDP|SOAP|Shampoo")
 """Rules, of torch, timm and others, in which the update of an element depends on its row, column or whole matrix."""
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
 
@@ -207,7 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rules = _rules_of(self.optimizer)
         # Torch gathers the matrices of sharded data parallelism for Muon, and cannot do so for any Adafactor.
         divides = state.cfg.sharded_data_parallel_degree > 1 and "Adafactor" in rules
-        if rules & _OF_MATRICES and (divides or any(map(is_tp_shard, self._model_parameters()))):
+        if any(map(_OF_MATRICES.fullmatch, rules)) and (divides or any(map(is_tp_shard, self._model_parameters()))):
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__} looks at whole matrices, of which a rank of"
                 f" {'sharded data' if divides else 'tensor'} parallelism has pieces",

@@ -270,11 +270,16 @@ def test_rejects_wrong_options(options: dict[str, Any], message: str) -> None:
         wrap(**options)
 
 
+def test_torchs_default_for_the_size_of_buckets_is_ours() -> None:
+    model: Any = wrap(bucket_cap_mb=None)
+    assert model._reduction.bucket_cap_bytes == 25 * 2**20
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: smp.DistributedModel(wrap()), UsageError, "DistributedModel already"),
-        (lambda: [wrap(), smp.DistributedModel(Net())], UsageError, "a script has one"),
+        (lambda: [wrap(), smp.DistributedModel(Net())], UsageError, r"call smp\.shutdown\(\) before another"),
         (lambda: smp.DistributedModel(Net()), UsageError, r"smp\.init\(\)"),
         (lambda: wrap(lambda x: x), UsageError, "got function"),  # type: ignore[arg-type]
         (lambda: wrap().register_comm_hook(None, print), UnsupportedError, "would replace the all-reduce of gradients"),

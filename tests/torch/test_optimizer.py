@@ -198,9 +198,10 @@ def test_before_init_it_says_what_to_call() -> None:
 
 OTHERS: Any = type("Adafactor", (torch.optim.SGD,), {})  # the one of Transformers has the name, and nothing of torch's
 LAMB: Any = type("Lamb", (torch.optim.SGD,), {})  # timm's: it goes by the norms of matrices
+AGC: Any = type("AGC", (torch.optim.SGD,), {})  # of nfnets-pytorch: it clips by the norms of rows
 SAM: Any = type("SAM", (torch.optim.SGD,), {})  # it climbs by a norm of all gradients
 PIECES = {
-    "tensor_parallel_degree": (torch.optim.Adafactor, torch.optim.Muon, OTHERS, LAMB, SAM),
+    "tensor_parallel_degree": (torch.optim.Adafactor, torch.optim.Muon, OTHERS, LAMB, AGC, SAM),
     "sharded_data_parallel_degree": (torch.optim.Adafactor, OTHERS, torch.optim.LBFGS),
 }
 

@@ -142,6 +142,46 @@ def test_a_model_without_a_configuration_is_a_file_of_the_safetensors_library(tm
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
+class ConfigMixin:
+    """Stands for the base of diffusers' models, which the tests do without."""
+
+    def save_config(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({"_class_name": "OfDiffusers"}))
+
+
+class OfDiffusers(nn.Sequential, ConfigMixin):
+    def save_pretrained(self, folder: Path, **_: Any) -> None:
+        raise AssertionError(folder)
+
+
+def test_a_model_of_diffusers_comes_under_the_names_of_its_files(tmp_path: Path) -> None:
+    model = wrap(OfDiffusers(nn.Linear(3, 4), nn.Linear(4, 2)))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    smp.save_pretrained(tmp_path, max_shard_size=60)
+    index = json.loads((tmp_path / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {
+        f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)
+    }
+    smp.load_pretrained(tmp_path)
+    smp.save_pretrained(tmp_path)
+    files = ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    for each in model.parameters():
+        nn.init.zeros_(each)
+    smp.load_pretrained(tmp_path)
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+
+
+@on_ranks(2)
+def test_diffusers_own_way_of_saving_does_not_write_a_part() -> None:
+    """It takes no state dict."""
+    module = OfDiffusers(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = in_a_row(*module, around=module)
+    train_step(model, torch.ones(2, 2))
+    with pytest.raises(UsageError, match="would write this rank's part"):
+        module.save_pretrained(Path("out"), state_dict=model.original_state_dict())
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_model_with_adapters_is_not_saved_under_names_that_nothing_loads(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -150,6 +150,14 @@ def test_values_that_torch_would_not_use_are_refused() -> None:
 
 
 @on_ranks(2)
+def test_a_tied_weight_is_one_in_the_whole_state() -> None:
+    with training(MODELS["tied modules"], way_of()) as script:
+        whole = script.model.state_dict()
+        tied = {each.data_ptr(): name for name, each in whole.items()}
+        assert len(tied) == len(list(script.model.parameters())) < len(whole)
+
+
+@on_ranks(2)
 def test_a_group_that_is_added_later_may_have_parameters_of_before() -> None:
     # Layers that are unfrozen later are added later; of parameters from before, none would be trained.
     module = build(CASE)

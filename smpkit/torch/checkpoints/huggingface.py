@@ -1,5 +1,7 @@
 """Save and load folders like Hugging Face's `save_pretrained`: `config.json`, safetensors files and their index.
 
+The files of transformers begin with `model`, those of diffusers with `diffusion_pytorch_model`.
+
 Rank 0 writes what the ranks deliver tensor by tensor (`whole.py`); each rank reads only the slices that it needs
 (`load.py`).
 """
@@ -29,13 +31,14 @@ from smpkit.torch.checkpoints.tensors import bytes_of, header_of, open_tensors, 
 from smpkit.torch.checkpoints.whole import WholeState
 from smpkit.torch.core.runtime import state
 from smpkit.torch.model import DistributedModel
+from smpkit.torch.model_parts import is_of_diffusers
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
-INDEX: Final = "model.safetensors.index.json"
+_INDEX: Final = ".safetensors.index.json"
 _WEIGHT_FILES: Final = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin.*"
+    r"(diffusion_pytorch_)?model((-\d{5}-of-\d{5})?\.safetensors|\.safetensors\.index\.json)|.*pytorch_model.*\.bin.*"
 )
 _STAGED: Final = "weights"
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -63,13 +66,15 @@ def save_pretrained(
         raise UsageError(
             "the model has adapters of peft, and nothing would find its weights by the names that they give them",
             hint="all ranks call `whole = model.original_state_dict()`, and one saves the adapters:"
-            " `model.get_module().save_pretrained(folder, state_dict=whole)`",
+            " `model.get_module().save_pretrained(folder, state_dict=whole)`, or for diffusers what peft's"
+            " `get_peft_model_state_dict(model.get_module(), state_dict=whole)` returns",
         )
     failure = f"the model was not saved to {target}"
     all_or_raise(failure, run_deferred_loads)
     whole = all_or_raise(failure, lambda: WholeState(model, translate=True))
     tied = _tied_names(model.module)
-    shards = _split_by_size({name: spec for name, spec in whole.specs.items() if name not in tied}, limit)
+    specs = {name: spec for name, spec in whole.specs.items() if name not in tied}
+    shards = _split_by_size(_stem_of(model.module), specs, limit)
     with contextlib.closing(_Folder(target, model.module, shards)) as hub:
         all_or_raise(failure, lambda: hub.begin() if state.rank == 0 else None)
         whole.deliver(hub.write, failure)
@@ -128,7 +133,11 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
 
 
-def _split_by_size(specs: Specs, limit: int) -> dict[str, Specs]:
+def _stem_of(root: nn.Module) -> str:
+    return "diffusion_pytorch_model" if is_of_diffusers(root) else "model"
+
+
+def _split_by_size(stem: str, specs: Specs, limit: int) -> dict[str, Specs]:
     """Return the tensors of each file by its name; none is larger than `limit`, unless it has a single tensor."""
     parts: list[Specs] = [{}]
     used = 0
@@ -140,8 +149,8 @@ def _split_by_size(specs: Specs, limit: int) -> dict[str, Specs]:
         parts[-1][name] = shape, dtype
         used += size
     if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+        return {f"{stem}.safetensors": parts[0]}
+    return {f"{stem}-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
 class _Folder:
@@ -167,7 +176,8 @@ class _Folder:
             if len(self._shards) > 1:
                 size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
                 text = json.dumps({"metadata": {"total_size": size}, "weight_map": self._file_of}, indent=2)
-                files.fsync_write(self._staged / INDEX, lambda file: file.write(text.encode()))
+                index = f"{_stem_of(self._root)}{_INDEX}"
+                files.fsync_write(self._staged / index, lambda file: file.write(text.encode()))
             _write_config(self._staged, self._root, {dtype for _, dtype in specs})
 
     def write(self, name: str, value: torch.Tensor) -> None:
@@ -203,7 +213,8 @@ class _Folder:
         """Move all into the target, and remove weights of an older save there."""
         with files.as_checkpoint_error(f"{self._target} cannot be written"):
             self._finish_file()
-            written = sorted(self._staged.iterdir(), key=lambda path: path.name == INDEX)  # which names the others
+            # The index last, which names the others.
+            written = sorted(self._staged.iterdir(), key=lambda path: path.name.endswith(_INDEX))
             for path in written:
                 path.replace(self._target / path.name)
             names = {path.name for path in written}
@@ -220,9 +231,12 @@ class _Folder:
         shutil.rmtree(self._staged, ignore_errors=True)
 
 
-def _write_config(staged: Path, root: nn.Module, dtypes: set[torch.dtype]) -> None:
+def _write_config(staged: Path, root: Any, dtypes: set[torch.dtype]) -> None:
     """Write the configuration of a Hugging Face model, as `save_pretrained` would."""
-    known: Any = getattr(root, "config", None)
+    if is_of_diffusers(root):
+        root.save_config(staged)
+        return
+    known = getattr(root, "config", None)
     if known is None or not hasattr(known, "save_pretrained"):
         return
     config: Any = copy.deepcopy(known)
@@ -231,7 +245,7 @@ def _write_config(staged: Path, root: nn.Module, dtypes: set[torch.dtype]) -> No
     if len(floating) == 1:
         config.dtype = str(floating[0]).removeprefix("torch.")
     config.save_pretrained(staged)
-    generation: Any = getattr(root, "generation_config", None)
+    generation = getattr(root, "generation_config", None)
     if generation is not None and hasattr(generation, "save_pretrained"):
         generation.save_pretrained(staged)
 
@@ -247,25 +261,26 @@ def _original_class(root: nn.Module) -> type[nn.Module]:
 
 def _reader_of(folder: Path, root: nn.Module) -> Reader:
     stored: dict[str, Any] = {}
-    for file in _files_in(folder):
+    for file in _files_in(folder, _stem_of(root)):
         with open_tensors(folder / file) as opened:
             stored |= {key: whole_tensor(file, key, *spec) for key, spec in specs_in(opened).items()}
     return Reader(folder, {name: stored[key] for key, name in _own_names(root, list(stored)).items()})
 
 
-def _files_in(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
+def _files_in(folder: Path, stem: str) -> list[str]:
+    index = folder / f"{stem}{_INDEX}"
+    if index.is_file():
         try:
-            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            names = set(json.loads(index.read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
+            raise CheckpointError(f"{index} cannot be read: {error!r}") from error
         if any(not isinstance(name, str) or Path(name).name != name for name in names):
-            raise CheckpointError(f"{folder / INDEX} names files outside of its folder")
+            raise CheckpointError(f"{index} names files outside of its folder")
         return sorted(names)
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
+    if (folder / f"{stem}.safetensors").is_file():
+        return [f"{stem}.safetensors"]
     raise CheckpointError(
-        f"{folder} holds no model.safetensors and no {INDEX}",
+        f"{folder} holds no {stem}.safetensors and no {index.name}",
         hint="load a folder with pytorch_model.bin with transformers, and save it again",
     )
 

@@ -34,7 +34,7 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.failure_store import Ending, FailureStore, RankStatus
 from smpkit.torch.distributed.rendezvous import first_line, name_ranks
-from smpkit.torch.distributed.tracebacks import collective_of_torch, place_in_script, shorten
+from smpkit.torch.distributed.tracebacks import collective_of_torch, explain_parts, place_in_script, shorten
 
 _GRACE_SECONDS: Final = 2.0
 """How long to wait for the statuses of ranks whose connections were just closed."""
@@ -318,6 +318,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
         if reason is not None:
             error, kind = reason, type(reason)
     error.__traceback__ = traceback
+    explain_parts(error)
     shorten(error)
     _previous_hook(kind, error, error.__traceback__)
     sys.stderr.flush()

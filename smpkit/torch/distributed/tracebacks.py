@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -16,11 +17,14 @@ import torch
 import torch.distributed as dist
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
+from smpkit.torch.core.runtime import state
 
 _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
 _INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """Files whose lines are not the script's; our context managers lead through contextlib."""
 _LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib"))
+_OF_DTENSORS: Final = re.compile("mixed torch.Tensor and DTensor|data pointer on an invalid python storage")
+"""Torch's words where code takes DTensors for plain tensors; safetensors, which saves, asks for the pointer."""
 _CALLERS: Final = frozenset({"__torch_function__", "run", "run_on_owner", "_run_call"})
 """Our functions that call an operation of the script, which has no Python frame of its own (`x @ y`)."""
 
@@ -77,6 +81,26 @@ def place_in_script(traceback: TracebackType | None = None) -> str:
         text = linecache.getline(path, line).strip()
         return f"{Path(path).name}, line {line}" + (f" (`{text}`)" if text else "")
     return ""
+
+
+def explain_parts(error: BaseException) -> None:
+    """Add to an error of Python or torch that it comes of a weight, or gradient, of which this rank has a part or none.
+
+    Code between steps that goes through `model.parameters()` meets those of all ranks.
+    """
+    if not state.initialized:
+        return
+    if state.cfg.sharded_data_parallel_degree > 1 and _OF_DTENSORS.search(str(error)):
+        error.add_note(
+            "Sharded data parallelism has made DTensors of the weights: make averages of weights (EMA) and other copies"
+            " after smp.DistributedModel, and let all ranks call `model.state_dict()` for plain tensors, as to save."
+        )
+    shards = state.cfg.shard_optimizer_state and state.dp_size > 1
+    if (shards or state.pp_size > 1) and "NoneType" in str(error) and "grad" in place_in_script(error.__traceback__):
+        error.add_note(
+            "`grad` is None on this rank for weights whose gradients other ranks have: "
+            + ("leave the update to smp.DistributedOptimizer." if shards else "go through `model.local_parameters()`.")
+        )
 
 
 def collective_of_torch(traceback: TracebackType | None) -> tuple[str, list[int]] | None:

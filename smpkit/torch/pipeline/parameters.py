@@ -162,6 +162,8 @@ class NonResident(torch.Tensor):
         name = getattr(func, "__name__", "")
         if func in _NEEDS_NUMBERS:
             raise _refusal(name, (args, kwargs))
+        if func is T.is_contiguous:  # as where it has data: safetensors asks this first, and then for the numbers
+            return True
         if func in _FREEZES:
             _refuse_freezing(*args, **kwargs)
         elif (changes_in_place(func, name, kwargs) and func is not T.detach_) or kwargs.get("out") is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -96,3 +98,39 @@ def test_errors_behind_an_error_are_shortened_too() -> None:
     tracebacks.shorten(caught.value)
     assert caught.value.__cause__ is not None
     assert [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)] == ["outer"]
+
+
+# Diffusers' EMAModel from before; safetensors; torch's example of a language model.
+MEETS_PARTS: dict[str, Callable[[Any, Any], object]] = {
+    "copies": lambda before, model: [old - now for old, now in zip(before, model.parameters(), strict=True)],
+    "a file": lambda _, model: safetensors.torch.save(dict(model.named_parameters())),
+    "update": lambda _, model: [each.data.add_(each.grad, alpha=-0.1) for each in model.parameters()],
+    "scaled": lambda _, model: [0.1 * each.grad for each in model.parameters()],
+}
+
+
+def notes_on(config: dict[str, Any], what: str) -> list[str]:
+    smp.init({"microbatches": 2, "ddp": True, **config})
+    module = nn.Sequential(Broken(""), nn.Linear(WIDTH, WIDTH))
+    before = [each.detach().clone() for each in module.parameters()]
+    model = smp.DistributedModel(module)
+    train_step(model, torch.ones(WIDTH, WIDTH), "")
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        MEETS_PARTS[what](before, model)
+    tracebacks.explain_parts(caught.value)
+    return caught.value.__notes__
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("config", "what", "note"),
+    [
+        ({"sharded_data_parallel_degree": 2}, "copies", "averages of weights (EMA) and other copies after"),
+        ({"sharded_data_parallel_degree": 2}, "a file", "let all ranks call `model.state_dict()`"),
+        ({"pipeline_parallel_degree": 2}, "update", "go through `model.local_parameters()`"),
+        ({"shard_optimizer_state": True}, "scaled", "leave the update to smp.DistributedOptimizer"),
+    ],
+)
+def test_an_error_of_torch_says_that_a_rank_has_parts(config: dict[str, Any], what: str, note: str) -> None:
+    for notes in run_ranks(notes_on, 2, config, what):
+        assert note in "".join(notes)
