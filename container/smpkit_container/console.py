@@ -30,6 +30,9 @@ from smpkit.units import amount, seconds, things
 _PROGRESS_SECONDS = 10.0
 """In a log, a rank's progress bar gives at most one line in this time."""
 
+_WAIT_SECONDS = 5.0
+"""How long a write waits for its reader once the run was asked to stop."""
+
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 _CLEAR_LINE = b"\r\x1b[K"
 
@@ -110,6 +113,7 @@ class Console:
         self._files: dict[str, int] = {}
         self.broken = False
         """Whether the output goes nowhere any more: nobody reads it, or its disk is full."""
+        self._writing_since = float("inf")
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str]) -> Console:
@@ -201,19 +205,25 @@ class Console:
     def _write(self, stream: str, data: bytes) -> None:
         if self.broken:
             return
-        left = memoryview(data)
+        left, self._writing_since = memoryview(data), self._clock()
         try:
             while left:  # without Python's buffer, a write that a signal interrupts is a part of it
                 left = left[self._streams[stream].write(left) :]
             self._streams[stream].flush()
+            self._writing_since = float("inf")
         except OSError as error:
-            self.broken = True
+            self.broken, self._writing_since = True, float("inf")
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)) and stream == "out":
                 with contextlib.suppress(OSError):
                     self._streams["err"].write(f"error: the output cannot be written: {error}\n".encode())
             # Python flushes stdout again at exit, and would report the error again: discard it.
             with open(os.devnull, "wb") as nothing:  # noqa: PTH123
                 os.dup2(nothing.fileno(), self._streams[stream].fileno())
+
+    def give_up(self, *_: object) -> None:
+        """As a signal's handler, end a write that nobody takes: a pager pauses, or a connection is frozen."""
+        if self._clock() - self._writing_since >= _WAIT_SECONDS:
+            raise BrokenPipeError("nobody reads it")
 
 
 _TERMINAL_SECONDS: Final = 0.5

@@ -289,7 +289,7 @@ class Host:
         Must be called in the main thread, because it handles SIGTERM, SIGINT, SIGHUP and SIGCHLD meanwhile. Raises
         OSError if a rank or `starter` cannot be started.
         """
-        with _signals() as woken, socket.socket(socket.AF_UNIX) as listener, contextlib.closing(self):
+        with _signals(self._console) as woken, socket.socket(socket.AF_UNIX) as listener, contextlib.closing(self):
             self._watch(woken, partial(self._read_signals, woken))
             for index, connection in self._peers.connections.items() if self._peers else ():
                 self._watch(connection, partial(self._hear, index, connection))
@@ -622,17 +622,28 @@ def _read(pipe: Any) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Turn the signals that matter into bytes on a socket; afterwards they do again what they did before."""
+def _signals(console: Console) -> Iterator[socket.socket]:
+    """Turn the signals that matter into bytes on a socket; afterwards they do again what they did before.
+
+    Who asks the run to stop is heard even where the launcher waits for somebody to read its output: from then on, a
+    timer lets the console give up such waits.
+    """
+
+    def note(number: int, _frame: object) -> None:  # Python has written the number to the socket
+        if number in _STOP_SIGNALS:
+            signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     # Keep SIG_IGN: nohup, background jobs.
     noted = [n for n in (*_STOP_SIGNALS, *_FOR_SCRIPTS, signal.SIGCHLD) if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, lambda *_: None) for number in noted}  # Python writes the number
+    previous = {number: signal.signal(number, note) for number in noted}
+    previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, console.give_up)
     try:
         yield reader
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(previous_descriptor)

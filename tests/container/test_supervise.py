@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -224,6 +225,32 @@ def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)]
     run(tmp_path, "pass")
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)] == before
+
+
+def test_a_stop_is_heard_where_nobody_reads_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `| less` while it shows the first page: SIGTERM used to wait until somebody read on."""
+    monkeypatch.setattr(console, "_WAIT_SECONDS", 0.2)
+    stop = "import os, signal, threading\nthreading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()\n"
+    (tmp_path / "train.py").write_text(f"{stop}while True: print('x' * 4096)\n")
+    reading, writing = os.pipe()
+    place = meeting_place()
+
+    def read() -> None:
+        while os.read(reading, 1 << 16):
+            pass
+
+    reader = threading.Timer(30, read)  # the test ends, come what may
+    reader.start()
+    with os.fdopen(writing, "wb", buffering=0) as stream:
+        unread = Console(stream, stream, terminal=False, colour=False)
+        program = (range(1), ["train.py"], tmp_path, lambda *_: os.environ, place)
+        outcome = Host(*program, unread, replace(SHORT, end=60.0)).run()
+    assert reader.is_alive(), "somebody had to read"
+    reader.cancel()
+    os.close(reading)
+    shutil.rmtree(place)
+    assert outcome.stop_signal in (signal.SIGTERM, signal.SIGPIPE)
+    assert outcome.ends[0].exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 def test_what_cannot_be_started_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
