@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,8 +83,7 @@ def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_p
     whole = _train(tmp_path, "--accumulate", "2", ranks=2, parameters=PIPELINE)
     resume = ("--resume", str(tmp_path / "out-2" / "checkpoint-3"))
     _same(whole, _train(tmp_path, "--accumulate", "2", *resume, ranks=2, parameters=PIPELINE))
-    # One process with twice the batch: of this model, `Trainer` by itself adds up the losses of accumulated batches.
-    _same(_train(tmp_path, "--batch_size", "16"), whole)
+    _same(_train(tmp_path, "--accumulate", "2"), whole)
 
 
 class _Original:
@@ -114,7 +114,7 @@ def test_a_subclass_that_wraps_its_optimizer_is_asked_for_it_once() -> None:
 
 
 class _Computes(_Original):
-    """Has a loss of its own, as for smoothed labels, and three batches left of an epoch."""
+    """Has a loss of its own, and three batches left of an epoch."""
 
     create_optimizer = None
     args = SimpleNamespace(gradient_accumulation_steps=4, device="cpu")
@@ -142,6 +142,68 @@ def test_a_batch_trains_by_the_trainers_loss_divided_by_the_batches_of_its_updat
     loss = trainer.training_step(model, {"x": torch.ones(1, 1)})
     assert loss == 2
     assert weight.grad == 2
+
+
+class _Counts(_Computes):
+    """Has a loss per item of the update, as transformers' causal models and label smoothing have since 4.46."""
+
+    label_names = ("x",)
+    model_accepts_loss_kwargs = True
+
+    def _get_num_items_in_batch(self, batches: list[Any], _device: Any) -> torch.Tensor:
+        return sum((batch["x"] != 0).sum() for batch in batches)  # type: ignore[return-value]
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any]) -> Any:
+        return smp.step(lambda model, inputs: model(**inputs))(model, inputs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(inputs["x"])
+        loss = logits.sum() / num_items_in_batch
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class _CountingSteps(SmpTrainer, _Counts):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(1)
+def test_each_item_of_an_update_counts_alike_in_whichever_microbatch_it_is() -> None:
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(nn.Linear(1, 1, bias=False))
+    [weight] = model.parameters()
+    nn.init.ones_(weight)
+    trainer: Any = _CountingSteps(model)
+    batch = {"x": torch.tensor([[2.0], [0.0], [4.0], [6.0]])}
+    assert trainer.training_step(model, batch, torch.tensor(3)) == 4
+    assert weight.grad == 4
+    found = trainer.prediction_step(model, batch)
+    assert found["loss"].reduce_mean() == 4
+    assert found["logits"].concat().sum() == 12
+
+
+class _Saves(_Original):
+    """A rank that is late with its file."""
+
+    create_optimizer = compute_loss = None
+
+    def _save_checkpoint(self, file: Path) -> None:
+        if smp.rank() == 1:
+            time.sleep(0.5)
+            file.touch()
+
+
+class _SavesTogether(SmpTrainer, _Saves):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_whole_before_any_rank_goes_on(tmp_path: Path) -> None:
+    smp.init()
+    trainer: Any = _SavesTogether(nn.Linear(1, 1))
+    trainer._save_checkpoint(tmp_path / "optimizer.pt_1")
+    assert (tmp_path / "optimizer.pt_1").exists()
 
 
 @on_ranks(1)

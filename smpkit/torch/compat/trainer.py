@@ -13,7 +13,9 @@ the accelerator                   takes every rank for a replica: other data on 
 the model                         is wrapped once more to evaluate it, which raises
 the optimizer                     is never made where the model is wrapped (transformers 5)
 the optimizer, prepared           is wrapped once more, and its `local_state_dict` with it
-the loss                          is the model's, whatever `compute_loss` and label smoothing say
+the loss                          is the model's, whatever `compute_loss` and label smoothing say; trained and evaluated
+tokens                            do not count alike where microbatches or batches have unequal numbers of them
+checkpoints                       are deleted by rank 0 (`save_total_limit`) while other ranks still write to them
 the norm of gradients             is that of this rank's part of the model
 the end of an epoch               is divided by more batches than are left for its last update
 the random state                  is written to one file by all ranks of a pipeline at once
@@ -37,7 +39,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
-from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.distributed.objects import allgather, barrier
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
@@ -50,6 +52,9 @@ _SFT: Final = "trl.trainer.sft_trainer"
 """Its `compute_loss` gathers metrics from all ranks, which no step may do; the loss is the model's."""
 
 
+_ITEMS: Final = "num_items_in_batch"
+
+
 class SmpTrainer:
     """A mixin in front of `transformers.Trainer`; `super()` is the original."""
 
@@ -59,6 +64,7 @@ class SmpTrainer:
     model_wrapped: Any
     create_optimizer: Any
     compute_loss: Any
+    label_names: Any
     _prepare_inputs: Any
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
@@ -90,22 +96,53 @@ class SmpTrainer:
             create(*arguments, **options)
         return self.optimizer
 
-    def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on one batch; its loss counts as one of the update's batches, of which an epoch may leave fewer."""
         model.train()
+        # What `Trainer` does without SMP: a loss per item of the whole update is not divided by the update's batches.
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            per_item = num_items_in_batch is not None and getattr(self, "model_accepts_loss_kwargs", False)
+            is_scaled = per_item or getattr(self, "compute_loss_func", None) is not None
         number = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
         # A tensor, because a step with another plain number would leave the pipeline's schedule.
-        divisor = torch.tensor(float(number), device="cpu")
-        losses = self._train_step(model, self._prepare_inputs(inputs), divisor)
+        divisor = torch.tensor(1.0 if is_scaled else float(number), device="cpu")
+        items = _items_per_microbatch(num_items_in_batch)
+        losses = self._train_step(model, self._prepare_inputs(inputs), items, divisor)
         return losses.reduce_mean().detach().to(self.args.device)
 
-    def _train_microbatch(self, model: Any, inputs: Any, divisor: torch.Tensor) -> Any:
+    def _train_microbatch(self, model: Any, inputs: Any, items: Any, divisor: torch.Tensor) -> Any:
+        loss = self._compute_loss(model, inputs, items) / divisor
+        model.backward(loss)
+        return loss
+
+    def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Evaluate one batch by the trainer's own loss, not the model's."""
+        if self.label_names and all(inputs.get(name) is not None for name in self.label_names):
+            inputs = {**inputs, _ITEMS: _items_per_microbatch(self._count_items(inputs))}
+            model = functools.partial(self._evaluate_microbatch, model)
+        return super().prediction_step(model, inputs, *arguments, **options)  # type: ignore[misc]
+
+    def _evaluate_microbatch(self, model: Any, **inputs: Any) -> Any:
+        loss, outputs = self._compute_loss(model, inputs, inputs.pop(_ITEMS), return_outputs=True)
+        return {**outputs, "loss": loss} if isinstance(outputs, dict) else (loss, *outputs[1:])
+
+    def _count_items(self, inputs: Any) -> Any:
+        count = getattr(self, "_get_num_items_in_batch", None)
+        return count and count([inputs], self.args.device)
+
+    def _compute_loss(self, model: Any, inputs: Any, items: Any, **options: Any) -> Any:
         compute_loss = self.compute_loss
         if type(self).compute_loss.__module__ == _SFT:
             compute_loss = super().compute_loss  # type: ignore[misc]
-        loss = compute_loss(model, inputs) / divisor
-        model.backward(loss)
-        return loss
+        if items is not None:  # scripts of earlier releases do not take it
+            options["num_items_in_batch"] = items
+        return compute_loss(model, inputs, **options)
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]
+        # Rank 0 may go on to delete the folder (`save_total_limit`) or to upload it while others still write to it.
+        barrier()
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
@@ -119,6 +156,11 @@ class SmpTrainer:
         best = getattr(self, "state").best_model_checkpoint  # noqa: B009  the Trainer's own state, not ours
         if not load_weights(self.model_wrapped, Path(best)):
             super()._load_best_model()  # type: ignore[misc]
+
+
+def _items_per_microbatch(items: Any) -> Any:
+    """Divide the number of items of an update, because a step takes the mean of its microbatches' losses."""
+    return items if items is None else torch.as_tensor(items, device="cpu") / state.cfg.microbatches
 
 
 def load_weights(model: Any, folder: Path) -> bool:
