@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
+from smpkit.errors import UnsupportedError
 from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator
 from tests.compat.commands import run_on_ranks, run_script
 from tests.torch.steps import on_ranks
@@ -147,8 +148,7 @@ def test_a_batch_trains_by_the_trainers_loss_divided_by_the_batches_of_its_updat
 class _Counts(_Computes):
     """Has a loss per item of the update, as transformers' causal models and label smoothing have since 4.46."""
 
-    label_names = ("x",)
-    model_accepts_loss_kwargs = True
+    can_return_loss = model_accepts_loss_kwargs = True
 
     def _get_num_items_in_batch(self, batches: list[Any], _device: Any) -> torch.Tensor:
         return sum((batch["x"] != 0).sum() for batch in batches)  # type: ignore[return-value]
@@ -178,9 +178,32 @@ def test_each_item_of_an_update_counts_alike_in_whichever_microbatch_it_is() -> 
     batch = {"x": torch.tensor([[2.0], [0.0], [4.0], [6.0]])}
     assert trainer.training_step(model, batch, torch.tensor(3)) == 4
     assert weight.grad == 4
-    found = trainer.prediction_step(model, batch)
-    assert found["loss"].reduce_mean() == 4
-    assert found["logits"].concat().sum() == 12
+    for trainer.label_names in (("x",), ()):  # labels, or a trainer that needs none, such as TRL's for rewards
+        found = trainer.prediction_step(model, batch)
+        assert found["loss"].reduce_mean() == 4
+        assert found["logits"].concat().sum() == 12
+
+
+def _of_trl(name: str, module: str) -> type[Any]:
+    """Return a trainer that says it is TRL's, with a loss and an evaluation of its own."""
+
+    def own(*_: Any) -> None: ...
+
+    own.__module__ = f"trl.trainer.{module}"
+    names = {"compute_loss": own, "prediction_step": own, "__module__": own.__module__}
+    return type(name, (SmpTrainer, _Counts), names)
+
+
+@on_ranks(1)
+def test_trl_trains_by_its_own_loss_or_not_at_all() -> None:
+    smp.init({"microbatches": 2})
+    with pytest.raises(UnsupportedError, match="`microbatches` is 2, but DPOTrainer compares"):
+        _of_trl("DPOTrainer", "dpo_trainer")(None)
+    sft = _of_trl("SFTTrainer", "sft_trainer")
+    with pytest.raises(UnsupportedError, match='`loss_type` is "dft"'):
+        sft(None, SimpleNamespace(loss_type="dft"))
+    # Its own evaluation calls the model outside a step.
+    assert sft(None).prediction_step.func is SmpTrainer.prediction_step
 
 
 class _Saves(_Original):

@@ -35,6 +35,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
+from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.core.runtime import state
@@ -65,9 +66,11 @@ class SmpTrainer:
     create_optimizer: Any
     compute_loss: Any
     label_names: Any
+    can_return_loss: Any
     _prepare_inputs: Any
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
+        _refuse_trl(type(self), args)
         if args is not None:
             _set_device(args)
         super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
@@ -75,6 +78,8 @@ class SmpTrainer:
             self._create_optimizer_once, self.create_optimizer
         )  # a subclass's too
         self._train_step = step(self._train_microbatch)
+        if getattr(type(self), "prediction_step", SmpTrainer.prediction_step).__module__ == _SFT:
+            self.prediction_step = functools.partial(SmpTrainer.prediction_step, self)  # type: ignore[method-assign]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one of a world that has a process for every replica of the model."""
@@ -118,7 +123,7 @@ class SmpTrainer:
 
     def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
         """Evaluate one batch by the trainer's own loss, not the model's."""
-        if self.label_names and all(inputs.get(name) is not None for name in self.label_names):
+        if all(inputs.get(name) is not None for name in self.label_names) if self.label_names else self.can_return_loss:
             inputs = {**inputs, _ITEMS: _items_per_microbatch(self._count_items(inputs))}
             model = functools.partial(self._evaluate_microbatch, model)
         return super().prediction_step(model, inputs, *arguments, **options)  # type: ignore[misc]
@@ -156,6 +161,23 @@ class SmpTrainer:
         best = getattr(self, "state").best_model_checkpoint  # noqa: B009  the Trainer's own state, not ours
         if not load_weights(self.model_wrapped, Path(best)):
             super()._load_best_model()  # type: ignore[misc]
+
+
+def _refuse_trl(trainer: type, args: Any) -> None:
+    """Refuse trainers of TRL that would train by another loss, in silence."""
+    count = state.cfg.microbatches
+    for kind in trainer.__mro__:
+        if not kind.__module__.startswith("trl.") or "compute_loss" not in vars(kind):
+            continue
+        if kind.__module__ == _SFT and getattr(args, "loss_type", "nll") == "dft":
+            message = '`loss_type` is "dft", but under SMP the loss of SFTTrainer is the model\'s'
+            raise UnsupportedError(message, hint='set it to "nll"')
+        if kind.__module__ != _SFT and count > 1:
+            raise UnsupportedError(
+                f"`microbatches` is {count}, but {kind.__name__} compares the samples of one half of a batch with those"
+                " of the other, which are not in the same microbatch",
+                hint="set `microbatches` to 1, and `gradient_accumulation_steps` instead",
+            )
 
 
 def _items_per_microbatch(items: Any) -> Any:
