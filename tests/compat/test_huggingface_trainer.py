@@ -229,6 +229,34 @@ def test_a_checkpoint_is_whole_before_any_rank_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "optimizer.pt_1").exists()
 
 
+class _Resumes(_Original):
+    """Keeps the random state of the process, which is not what dropout draws from."""
+
+    create_optimizer = compute_loss = None
+
+    def _save_rng_state(self, _folder: str) -> None: ...
+
+    def _load_rng_state(self, _folder: str) -> None: ...
+
+
+class _ResumesDropout(SmpTrainer, _Resumes):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(1)
+def test_dropout_goes_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
+    smp.init()
+    trainer: Any = _ResumesDropout(nn.Linear(1, 1))
+    trainer.model_wrapped = model = smp.DistributedModel(nn.Dropout())
+    draw = smp.step(lambda model: model(torch.ones(64)))
+    draw(model)
+    trainer._save_rng_state(str(tmp_path))
+    drawn = draw(model).concat()
+    assert not torch.equal(draw(model).concat(), drawn)
+    trainer._load_rng_state(str(tmp_path))
+    assert torch.equal(draw(model).concat(), drawn)
+
+
 @on_ranks(1)
 def test_trainer_sees_the_class_of_the_model() -> None:
     # Label smoothing goes by it, and compared each token with itself instead of the one before.

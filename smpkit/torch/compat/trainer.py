@@ -18,7 +18,7 @@ tokens                            do not count alike where microbatches or batch
 checkpoints                       are deleted by rank 0 (`save_total_limit`) while other ranks still write to them
 the norm of gradients             is that of this rank's part of the model
 the end of an epoch               is divided by more batches than are left for its last update
-the random state                  is written to one file by all ranks of a pipeline at once
+the random state                  is written to one file by all ranks of a pipeline at once, and without that of dropout
 resuming from `model.safetensors` looks for `pytorch_model.bin`
 ================================= ====================================================================================
 """
@@ -26,6 +26,7 @@ resuming from `model.safetensors` looks for `pytorch_model.bin`
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,12 @@ class SmpTrainer:
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
             super()._save_rng_state(output_dir)  # type: ignore[misc]
+            _streams_in(output_dir).write_text(json.dumps(dict(self.model_wrapped.random_state())), encoding="utf-8")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and (streams := _streams_in(checkpoint)).exists():
+            self.model_wrapped.load_random_state(json.loads(streams.read_text(encoding="utf-8")))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not load_weights(self.model_wrapped, Path(resume_from_checkpoint)):
@@ -161,6 +168,11 @@ class SmpTrainer:
         best = getattr(self, "state").best_model_checkpoint  # noqa: B009  the Trainer's own state, not ours
         if not load_weights(self.model_wrapped, Path(best)):
             super()._load_best_model()  # type: ignore[misc]
+
+
+def _streams_in(checkpoint: str) -> Path:
+    """Return the file that says where dropout goes on: its random numbers are smpkit's own in a step."""
+    return Path(checkpoint, f"smp_random_state_{state.rdp_rank}.json")
 
 
 def _refuse_trl(trainer: type, args: Any) -> None:
