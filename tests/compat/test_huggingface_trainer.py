@@ -15,7 +15,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
-from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator
+from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator, load_weights
 from tests.compat.commands import run_on_ranks, run_script
 from tests.torch.steps import on_ranks
 
@@ -255,6 +255,20 @@ def test_dropout_goes_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
     assert not torch.equal(draw(model).concat(), drawn)
     trainer._load_rng_state(str(tmp_path))
     assert torch.equal(draw(model).concat(), drawn)
+
+
+@on_ranks(1)
+def test_the_adapter_of_a_checkpoint_is_loaded_by_its_names_in_the_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    smp.init()
+    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), peft.LoraConfig(target_modules="0"))
+    model = smp.DistributedModel(adapted)
+    weight = adapted.base_model.model[0].lora_B["default"].weight
+    nn.init.ones_(weight)
+    adapted.save_pretrained(tmp_path)
+    nn.init.zeros_(weight)
+    assert load_weights(model, tmp_path)
+    assert weight.sum() == 16
 
 
 @on_ranks(1)

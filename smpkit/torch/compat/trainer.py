@@ -201,14 +201,29 @@ def load_weights(model: Any, folder: Path) -> bool:
     """Load what `save_pretrained` left in a folder into a wrapped model, file by file; False if it left nothing."""
     if not isinstance(model, DistributedModel):
         return False
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files, names = list[Path](), dict[str, str]()
+    for pattern in ("adapter_model.*", "model*.safetensors", "pytorch_model*.bin"):
+        files = files or sorted(folder.glob(pattern))
+    if files and files[0].stem == "adapter_model":
+        names = _names_of_adapter(model)
     weights: dict[str, torch.Tensor] = {}
     for file in files:
         weights |= load_file(file) if file.suffix == ".safetensors" else read_file(file, "cpu")
     if files:
         # Tied weights are saved once and loaded wherever they are used, so names are missing by intention.
-        model.load_state_dict(weights, strict=False)
+        model.load_state_dict({names.get(name, name): weight for name, weight in weights.items()}, strict=False)
     return bool(files)
+
+
+def _names_of_adapter(model: DistributedModel) -> dict[str, str]:
+    """Return the model's name of each weight in the file of a PEFT adapter, where the adapter's own is left out."""
+    from peft import get_peft_model_state_dict
+
+    whole = model.state_dict()
+    # As when it was saved; the embeddings, if the file has them, which PEFT would look up on the hub.
+    saved = get_peft_model_state_dict(model.get_module(), state_dict=whole, save_embedding_layers=True)
+    own = {id(weight): name for name, weight in whole.items()}
+    return {name: own[id(weight)] for name, weight in saved.items()}
 
 
 # --- the world, as accelerate sees it ---------------------------------------------------------------------------------
