@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import smpkit.torch as smp
+from smpkit.errors import UnsupportedError
 from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator
 from tests.compat.commands import run_on_ranks, run_script
 from tests.torch.steps import on_ranks
@@ -81,8 +83,7 @@ def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_p
     whole = _train(tmp_path, "--accumulate", "2", ranks=2, parameters=PIPELINE)
     resume = ("--resume", str(tmp_path / "out-2" / "checkpoint-3"))
     _same(whole, _train(tmp_path, "--accumulate", "2", *resume, ranks=2, parameters=PIPELINE))
-    # One process with twice the batch: of this model, `Trainer` by itself adds up the losses of accumulated batches.
-    _same(_train(tmp_path, "--batch_size", "16"), whole)
+    _same(_train(tmp_path, "--accumulate", "2"), whole)
 
 
 class _Original:
@@ -113,7 +114,7 @@ def test_a_subclass_that_wraps_its_optimizer_is_asked_for_it_once() -> None:
 
 
 class _Computes(_Original):
-    """Has a loss of its own, as for smoothed labels, and three batches left of an epoch."""
+    """Has a loss of its own, and three batches left of an epoch."""
 
     create_optimizer = None
     args = SimpleNamespace(gradient_accumulation_steps=4, device="cpu")
@@ -141,6 +142,136 @@ def test_a_batch_trains_by_the_trainers_loss_divided_by_the_batches_of_its_updat
     loss = trainer.training_step(model, {"x": torch.ones(1, 1)})
     assert loss == 2
     assert weight.grad == 2
+
+
+class _Counts(_Computes):
+    """Has a loss per item of the update, as transformers' causal models and label smoothing have since 4.46."""
+
+    can_return_loss = model_accepts_loss_kwargs = True
+
+    def _get_num_items_in_batch(self, batches: list[Any], _device: Any) -> torch.Tensor:
+        return sum((batch["x"] != 0).sum() for batch in batches)  # type: ignore[return-value]
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any]) -> Any:
+        return smp.step(lambda model, inputs: model(**inputs))(model, inputs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(inputs["x"])
+        loss = logits.sum() / num_items_in_batch
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class _CountingSteps(SmpTrainer, _Counts):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(1)
+def test_each_item_of_an_update_counts_alike_in_whichever_microbatch_it_is() -> None:
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(nn.Linear(1, 1, bias=False))
+    [weight] = model.parameters()
+    nn.init.ones_(weight)
+    trainer: Any = _CountingSteps(model)
+    batch = {"x": torch.tensor([[2.0], [0.0], [4.0], [6.0]])}
+    assert trainer.training_step(model, batch, torch.tensor(3)) == 4
+    assert weight.grad == 4
+    for trainer.label_names in (("x",), ()):  # labels, or a trainer that needs none, such as TRL's for rewards
+        found = trainer.prediction_step(model, batch)
+        assert found["loss"].reduce_mean() == 4
+        assert found["logits"].concat().sum() == 12
+
+
+def _of_trl(name: str, module: str) -> type[Any]:
+    """Return a trainer that says it is TRL's, with a loss and an evaluation of its own."""
+
+    def own(*_: Any) -> None: ...
+
+    own.__module__ = f"trl.trainer.{module}"
+    names = {"compute_loss": own, "prediction_step": own, "__module__": own.__module__}
+    return type(name, (SmpTrainer, _Counts), names)
+
+
+@on_ranks(1)
+def test_trl_trains_by_its_own_loss_or_not_at_all() -> None:
+    smp.init({"microbatches": 2})
+    with pytest.raises(UnsupportedError, match="`microbatches` is 2, but DPOTrainer compares"):
+        _of_trl("DPOTrainer", "dpo_trainer")(None)
+    sft = _of_trl("SFTTrainer", "sft_trainer")
+    with pytest.raises(UnsupportedError, match='`loss_type` is "dft"'):
+        sft(None, SimpleNamespace(loss_type="dft"))
+    # Its own evaluation calls the model outside a step.
+    assert sft(None).prediction_step.func is SmpTrainer.prediction_step
+
+
+class _Saves(_Original):
+    """A rank that is late with its file."""
+
+    create_optimizer = compute_loss = None
+
+    def _save_checkpoint(self, file: Path) -> None:
+        if smp.rank() == 1:
+            time.sleep(0.5)
+            file.touch()
+
+
+class _SavesTogether(SmpTrainer, _Saves):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_whole_before_any_rank_goes_on(tmp_path: Path) -> None:
+    smp.init()
+    trainer: Any = _SavesTogether(nn.Linear(1, 1))
+    trainer._save_checkpoint(tmp_path / "optimizer.pt_1")
+    assert (tmp_path / "optimizer.pt_1").exists()
+
+
+class _Resumes(_Original):
+    """Keeps the random state of the process, which is not what dropout draws from."""
+
+    create_optimizer = compute_loss = None
+
+    def _save_rng_state(self, _folder: str) -> None: ...
+
+    def _load_rng_state(self, _folder: str) -> None: ...
+
+
+class _ResumesDropout(SmpTrainer, _Resumes):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(1)
+def test_dropout_goes_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
+    smp.init()
+    trainer: Any = _ResumesDropout(nn.Linear(1, 1))
+    trainer.model_wrapped = model = smp.DistributedModel(nn.Dropout())
+    draw = smp.step(lambda model: model(torch.ones(64)))
+    draw(model)
+    trainer._save_rng_state(str(tmp_path))
+    drawn = draw(model).concat()
+    assert not torch.equal(draw(model).concat(), drawn)
+    trainer._load_rng_state(str(tmp_path))
+    assert torch.equal(draw(model).concat(), drawn)
+
+
+@on_ranks(1)
+def test_the_adapter_of_a_checkpoint_is_loaded_by_its_names_in_the_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    smp.init()
+    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), peft.LoraConfig(target_modules="0"))
+    model = smp.DistributedModel(adapted)
+    weight = adapted.base_model.model[0].lora_B["default"].weight
+    nn.init.ones_(weight)
+    adapted.save_pretrained(tmp_path)
+    nn.init.zeros_(weight)
+    trainer: Any = _Steps(adapted)
+    trainer.model_wrapped, results = model, list[Any]()
+    trainer._issue_warnings_after_load = results.append
+    trainer._load_from_checkpoint(str(tmp_path))
+    assert weight.sum() == 16
+    assert [tuple(result) for result in results] == [([], [])]
 
 
 @on_ranks(1)

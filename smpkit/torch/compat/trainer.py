@@ -13,10 +13,12 @@ the accelerator                   takes every rank for a replica: other data on 
 the model                         is wrapped once more to evaluate it, which raises
 the optimizer                     is never made where the model is wrapped (transformers 5)
 the optimizer, prepared           is wrapped once more, and its `local_state_dict` with it
-the loss                          is the model's, whatever `compute_loss` and label smoothing say
+the loss                          is the model's, whatever `compute_loss` and label smoothing say; trained and evaluated
+tokens                            do not count alike where microbatches or batches have unequal numbers of them
+checkpoints                       are deleted by rank 0 (`save_total_limit`) while other ranks still write to them
 the norm of gradients             is that of this rank's part of the model
 the end of an epoch               is divided by more batches than are left for its last update
-the random state                  is written to one file by all ranks of a pipeline at once
+the random state                  is written to one file by all ranks of a pipeline at once, and without that of dropout
 resuming from `model.safetensors` looks for `pytorch_model.bin`
 ================================= ====================================================================================
 """
@@ -24,6 +26,7 @@ resuming from `model.safetensors` looks for `pytorch_model.bin`
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -33,11 +36,12 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
+from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
-from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.distributed.objects import allgather, barrier
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
@@ -50,6 +54,9 @@ _SFT: Final = "trl.trainer.sft_trainer"
 """Its `compute_loss` gathers metrics from all ranks, which no step may do; the loss is the model's."""
 
 
+_ITEMS: Final = "num_items_in_batch"
+
+
 class SmpTrainer:
     """A mixin in front of `transformers.Trainer`; `super()` is the original."""
 
@@ -59,10 +66,13 @@ class SmpTrainer:
     model_wrapped: Any
     create_optimizer: Any
     compute_loss: Any
+    label_names: Any
+    can_return_loss: Any
     _prepare_inputs: Any
     _issue_warnings_after_load: Any
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
+        _refuse_trl(type(self), args)
         if args is not None:
             _set_device(args)
         super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
@@ -70,6 +80,8 @@ class SmpTrainer:
             self._create_optimizer_once, self.create_optimizer
         )  # a subclass's too
         self._train_step = step(self._train_microbatch)
+        if getattr(type(self), "prediction_step", SmpTrainer.prediction_step).__module__ == _SFT:
+            self.prediction_step = functools.partial(SmpTrainer.prediction_step, self)  # type: ignore[method-assign]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one of a world that has a process for every replica of the model."""
@@ -91,26 +103,63 @@ class SmpTrainer:
             create(*arguments, **options)
         return self.optimizer
 
-    def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on one batch; its loss counts as one of the update's batches, of which an epoch may leave fewer."""
         model.train()
+        # What `Trainer` does without SMP: a loss per item of the whole update is not divided by the update's batches.
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            per_item = num_items_in_batch is not None and getattr(self, "model_accepts_loss_kwargs", False)
+            is_scaled = per_item or getattr(self, "compute_loss_func", None) is not None
         number = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
         # A tensor, because a step with another plain number would leave the pipeline's schedule.
-        divisor = torch.tensor(float(number), device="cpu")
-        losses = self._train_step(model, self._prepare_inputs(inputs), divisor)
+        divisor = torch.tensor(1.0 if is_scaled else float(number), device="cpu")
+        items = _items_per_microbatch(num_items_in_batch)
+        losses = self._train_step(model, self._prepare_inputs(inputs), items, divisor)
         return losses.reduce_mean().detach().to(self.args.device)
 
-    def _train_microbatch(self, model: Any, inputs: Any, divisor: torch.Tensor) -> Any:
+    def _train_microbatch(self, model: Any, inputs: Any, items: Any, divisor: torch.Tensor) -> Any:
+        loss = self._compute_loss(model, inputs, items) / divisor
+        model.backward(loss)
+        return loss
+
+    def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Evaluate one batch by the trainer's own loss, not the model's."""
+        if all(inputs.get(name) is not None for name in self.label_names) if self.label_names else self.can_return_loss:
+            inputs = {**inputs, _ITEMS: _items_per_microbatch(self._count_items(inputs))}
+            model = functools.partial(self._evaluate_microbatch, model)
+        return super().prediction_step(model, inputs, *arguments, **options)  # type: ignore[misc]
+
+    def _evaluate_microbatch(self, model: Any, **inputs: Any) -> Any:
+        loss, outputs = self._compute_loss(model, inputs, inputs.pop(_ITEMS), return_outputs=True)
+        return {**outputs, "loss": loss} if isinstance(outputs, dict) else (loss, *outputs[1:])
+
+    def _count_items(self, inputs: Any) -> Any:
+        count = getattr(self, "_get_num_items_in_batch", None)
+        return count and count([inputs], self.args.device)
+
+    def _compute_loss(self, model: Any, inputs: Any, items: Any, **options: Any) -> Any:
         compute_loss = self.compute_loss
         if type(self).compute_loss.__module__ == _SFT:
             compute_loss = super().compute_loss  # type: ignore[misc]
-        loss = compute_loss(model, inputs) / divisor
-        model.backward(loss)
-        return loss
+        if items is not None:  # scripts of earlier releases do not take it
+            options["num_items_in_batch"] = items
+        return compute_loss(model, inputs, **options)
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]
+        # Rank 0 may go on to delete the folder (`save_total_limit`) or to upload it while others still write to it.
+        barrier()
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
             super()._save_rng_state(output_dir)  # type: ignore[misc]
+            _streams_in(output_dir).write_text(json.dumps(dict(self.model_wrapped.random_state())), encoding="utf-8")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and (streams := _streams_in(checkpoint)).exists():
+            self.model_wrapped.load_random_state(json.loads(streams.read_text(encoding="utf-8")))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._load_weights(Path(resume_from_checkpoint)):
@@ -123,19 +172,64 @@ class SmpTrainer:
 
     def _load_weights(self, folder: Path) -> bool:
         """Load what `save_pretrained` left in a folder into the wrapped model; False if it left nothing."""
-        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        files, names = list[Path](), dict[str, str]()
+        for pattern in ("adapter_model.*", "model*.safetensors", "pytorch_model*.bin"):
+            files = files or sorted(folder.glob(pattern))
         if not files or not isinstance(self.model_wrapped, DistributedModel):
             return False
+        if files[0].stem == "adapter_model":
+            names = _names_of_adapter(self.model_wrapped)
         weights: dict[str, torch.Tensor] = {}
         for file in files:
-            weights |= load_file(file) if file.suffix == ".safetensors" else read_file(file, "cpu")
+            content = load_file(file) if file.suffix == ".safetensors" else read_file(file, "cpu")
+            weights |= {names.get(name, name): weight for name, weight in content.items()}
         result = self.model_wrapped.load_state_dict(weights, strict=False)
-        # Tied weights are saved once, so what is missing under one name may have come under another.
+        # Tied weights are saved once, so what is missing under one name may have come under another; and the file of an
+        # adapter has its own weights alone.
         missing, module = set(result.missing_keys), self.model_wrapped.module
         loaded = {id(each) for name, each in module.named_parameters(remove_duplicate=False) if name not in missing}
-        result.missing_keys[:] = [name for name, each in module.named_parameters() if id(each) not in loaded]
+        expected = {name: each for name, each in module.named_parameters() if not names or name in names.values()}
+        result.missing_keys[:] = [name for name, each in expected.items() if id(each) not in loaded]
         self._issue_warnings_after_load(result)
         return True
+
+
+def _streams_in(checkpoint: str) -> Path:
+    """Return the file that says where dropout goes on: its random numbers are smpkit's own in a step."""
+    return Path(checkpoint, f"smp_random_state_{state.rdp_rank}.json")
+
+
+def _refuse_trl(trainer: type, args: Any) -> None:
+    """Refuse trainers of TRL that would train by another loss, in silence."""
+    count = state.cfg.microbatches
+    for kind in trainer.__mro__:
+        if not kind.__module__.startswith("trl.") or "compute_loss" not in vars(kind):
+            continue
+        if kind.__module__ == _SFT and getattr(args, "loss_type", "nll") == "dft":
+            message = '`loss_type` is "dft", but under SMP the loss of SFTTrainer is the model\'s'
+            raise UnsupportedError(message, hint='set it to "nll"')
+        if kind.__module__ != _SFT and count > 1:
+            raise UnsupportedError(
+                f"`microbatches` is {count}, but {kind.__name__} compares the samples of one half of a batch with those"
+                " of the other, which are not in the same microbatch",
+                hint="set `microbatches` to 1, and `gradient_accumulation_steps` instead",
+            )
+
+
+def _items_per_microbatch(items: Any) -> Any:
+    """Divide the number of items of an update, because a step takes the mean of its microbatches' losses."""
+    return items if items is None else torch.as_tensor(items, device="cpu") / state.cfg.microbatches
+
+
+def _names_of_adapter(model: DistributedModel) -> dict[str, str]:
+    """Return the model's name of each weight in the file of a PEFT adapter, where the adapter's own is left out."""
+    from peft import get_peft_model_state_dict
+
+    whole = model.state_dict()
+    # As when it was saved; the embeddings, if the file has them, which PEFT would look up on the hub.
+    saved = get_peft_model_state_dict(model.get_module(), state_dict=whole, save_embedding_layers=True)
+    own = {id(weight): name for name, weight in whole.items()}
+    return {name: own[id(weight)] for name, weight in saved.items()}
 
 
 # --- the world, as accelerate sees it ---------------------------------------------------------------------------------

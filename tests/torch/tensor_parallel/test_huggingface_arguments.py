@@ -108,6 +108,7 @@ ENCODER: dict[str, Case] = {
     "shared by group": shared_by_group,
     "embeddings": divided(inputs_embeds=STATES, labels=TOKENS),
     "tuple": divided(**IDS, labels=TOKENS, return_dict=False),
+    "num_items_in_batch": divided(**IDS, num_items_in_batch=torch.tensor(7)),
     "states of a decoder": divided(**IDS, encoder_attention_mask=PADDING),
     "nothing asked": divided(**IDS, output_attentions=False, head_mask=[None, None]),
 }

@@ -107,6 +107,7 @@ class HuggingFaceEncoder(DistributedTransformer):
         encoder_attention_mask: Any = None,  # noqa: ARG002  for states that an encoder does not have
         position_ids: Any = None,  # noqa: ARG002  they are in the embeddings
         use_cache: Any = None,  # noqa: ARG002  an encoder has none
+        num_items_in_batch: Any = None,  # noqa: ARG002  it is for the loss
         **others: Any,
     ) -> Any:
         """Return a `BaseModelOutputWithPastAndCrossAttentions`, or with `return_dict=False` a tuple."""
