@@ -47,7 +47,7 @@ class OneStage:
         # torch.compile of the whole model traces through the calls of its modules, which must stay plain then.
         if self._root is not None and not hasattr(self._root, "_orig_mod"):
             self.random = RandomStreams(common_seed() + state.rdp_rank, state.device)
-            install_streams(self._root, [unit.name for unit in units_of(self._root).units], self.random)
+            install_streams(self._root, [unit.name for unit in units_of(self._root)], self.random)
 
     def run(
         self,
