@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,23 +135,13 @@ def _recorded(
         stage.random.call_between_units(call)
     finally:
         Current.microbatch = None
-    return RecordedGraph(
-        assignment.units,
-        tuple(_calls_by_segment(microbatch, assignment.partition_of)),
-        tuple(map(_sent_value, microbatch.transfers, microbatch.numbers)),
-    )
-
-
-def _calls_by_segment(
-    microbatch: _FakeMicrobatch, placement: Mapping[str, int]
-) -> Iterator[tuple[Segment, tuple[str, ...]]]:
-    called: dict[Segment, list[str]] = {}
+    called: dict[Segment, list[str]] = {
+        Segment(rank, index): [] for rank, count in enumerate(microbatch.num_segments) for index in range(count)
+    }
     for segment, name in microbatch.module_calls:
-        called.setdefault(segment, []).extend(_units_in(name, placement))
-    for rank, count in enumerate(microbatch.num_segments):
-        for index in range(count):
-            segment = Segment(rank, index)
-            yield segment, tuple(called.get(segment, ()))
+        called[segment].extend(_units_in(name, assignment.partition_of))
+    segments = tuple((segment, tuple(names)) for segment, names in called.items())
+    return RecordedGraph(assignment.units, segments, tuple(map(_sent_value, microbatch.transfers, microbatch.numbers)))
 
 
 def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
