@@ -51,7 +51,7 @@ from smpkit.torch.pipeline.changes import (
     versions_of,
     written_container_error,
 )
-from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, Message, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord, message_of
 from smpkit.torch.pipeline.outputs import (
     MISSING,
     Call,
@@ -495,20 +495,19 @@ class Microbatch:
             self.stage.failed_alone = True  # no other rank knows what lies in the same memory
             raise changed_through_view_error(tensor, transfer.target)
         # Send first, since the target waits for it; bookkeeping can come later.
-        sent, message = value.detach(), Message(self.index, transfer, False)
+        sent, message = value.detach(), message_of(self.index, transfer, False)
         if record is None:
             transport.announce(message)
-        # The value may be changed in place while it travels, unless the record says that it is not.
-        is_unchanged = record is not None and transfer.number not in record.changed
         if self.record is None:
             self._sent_versions.append((transfer.number, sent, version_of(sent)))
-        transport.send(sent, message, copy=not is_unchanged)
+        # The value may be changed in place while it travels, unless the record says that it is not.
+        transport.send(sent, message, copy=record is None or transfer.number in record.changed)
         tensor.sent_version = version_of(sent)
         if transfer.spec.requires_grad:
             self.backward_work.add_send(value, transfer)
 
     def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
-        stage, spec, message = self.stage, transfer.spec, Message(self.index, transfer, False)
+        stage, spec, message = self.stage, transfer.spec, message_of(self.index, transfer, False)
         if self._num_open_hooks:
             self.unsplittable.add(transfer.target_segment)
         if self.diverged or self.record is None:
@@ -607,11 +606,9 @@ class Microbatch:
         self.unsplittable.add(self.current_segments[self._rank])
 
     def release(self) -> None:
+        """Let go of all memory."""
         self.backward_work.release()
-        self._weights.clear()
-        self._fresh.clear()
-        self._sent_versions.clear()
-        self.released = True
+        self._weights, self._sent_versions, self.released = {}, [], True
 
 
 def _inside_a_unit_error(name: str) -> UsageError:
