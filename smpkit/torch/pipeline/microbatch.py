@@ -233,7 +233,7 @@ class Microbatch:
         Else return None, and `_look_up` finds the kind by a key; see [Note: the latest call].
         """
         arguments = kind.arguments
-        if arguments is None or len(args) != len(arguments) or kind.output_spec is MISSING:
+        if arguments is None or len(args) != len(arguments):
             return None
         for number, (argument, known) in enumerate(zip(args, arguments, strict=True)):
             part = type(argument)
@@ -281,7 +281,7 @@ class Microbatch:
 
         args = describe(call.args, key, visit)
         kwargs = describe(call.kwargs, key, visit) if call.kwargs else call.kwargs
-        return self._output_specs.kind_of(call.target, mode, comparable, tuple(key)), args, kwargs
+        return self._output_specs.kind_of(mode, comparable, tuple(key)), args, kwargs
 
     def _value_of_weight(self, tensor: torch.Tensor, weight: torch.Tensor) -> StageTensor:
         """Return a weight, or a view of it, as a value of the first rank that holds it; the same one each time."""

@@ -92,7 +92,7 @@ class CallKind:
     """A kind of call: what calls with equal keys have in common."""
 
     key: tuple[Any, ...]
-    """All that the result depends on."""
+    """All that the result depends on, the target first."""
     mode: Mode
     output_spec: Any = MISSING
     changes: tuple[Change, ...] = ()
@@ -113,14 +113,14 @@ class OutputSpecs:
         self._with_other_floats: dict[tuple[Any, ...], CallKind] = {}
         """By key without floats, the latest kind of call whose output spec is known."""
         self.latest: dict[Any, CallKind] = {}
-        """By target; see [Note: the latest call]."""
+        """By target, where the output spec is known; see [Note: the latest call]."""
 
     def __len__(self) -> int:
         """Return how many kinds of call there are."""
         return len(self._kinds)
 
-    def kind_of(self, target: Any, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CallKind:
-        """Return the kind of call with this key, which is the latest of its target from now on.
+    def kind_of(self, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CallKind:
+        """Return the kind of call with this key, which is the latest of its target once its output spec is known.
 
         Args:
             args: the positional arguments; None where later calls cannot be compared by them alone.
@@ -130,13 +130,14 @@ class OutputSpecs:
             kind = self._kinds[key] = CallKind(key, mode)
         kind.arguments = None if args is None else _comparable(args)
         kind.has_tensors_only = args is not None and all(isinstance(part, torch.Tensor) for part in args)
-        self.latest[target] = kind
+        if kind.output_spec is not MISSING:
+            self.latest[key[0]] = kind
         return kind
 
     def remember(self, kind: CallKind, output_spec: Any, changes: tuple[Change, ...]) -> None:
         """Keep what calls of a new kind return and change."""
         kind.output_spec, kind.changes = output_spec, changes
-        self._with_other_floats[_without_floats(kind.key)] = kind
+        self._with_other_floats[_without_floats(kind.key)] = self.latest[kind.key[0]] = kind
 
     def expect_other_floats(self, kind: CallKind) -> bool:
         """Expect a call to return what one with other floats (a temperature) has returned, if there is one.
@@ -147,6 +148,7 @@ class OutputSpecs:
         if other is None:
             return False
         kind.output_spec, kind.changes = other.output_spec, other.changes
+        self.latest[kind.key[0]] = kind
         del self._kinds[kind.key]  # there may be a new float in each step
         return True
 
