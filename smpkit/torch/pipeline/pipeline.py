@@ -269,9 +269,7 @@ class Pipeline:
         for prepare in self._participants.before_last_backward:
             prepare()
 
-    def backward(
-        self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
-    ) -> None:
+    def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
         """Note that the current microbatch's backward starts at `roots`; the schedule decides when it runs."""
         if state.step is None:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
@@ -282,7 +280,7 @@ class Pipeline:
             )
         state.step.total_backwards += 1
         microbatch = Current.microbatch or current_microbatch()
-        microbatch.backward(roots, (None,) * len(roots) if grads is None else grads, scale)
+        microbatch.backward(roots, grads, scale)
 
     def abandon(self, error: BaseException) -> None:
         """Note that an exception has ended a step; report it to the other ranks if this rank has failed alone."""
