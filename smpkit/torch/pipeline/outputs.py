@@ -22,12 +22,11 @@ such as a cache of keys and values, they have no placeholder: they get an `Absen
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,30 +60,6 @@ _CONSTANTS: Final[tuple[Any, ...]] = (*NON_TENSOR_TYPES, complex, bytes, slice, 
 
 
 # --- kinds of call ----------------------------------------------------------------------------------------------------
-
-
-class Call(NamedTuple):
-    """A call of a module or an operation by code that all ranks run."""
-
-    target: Any
-    """What identifies it among the kinds of call: an operation, or the name of a module."""
-    name: str
-    """Names it in errors, and its stream of random numbers."""
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    mode: object = None
-    """What else decides the result, such as a module's `training`."""
-    has_closed_stream: bool | None = None
-    """Whether its stream of random numbers is a closed one; None if it has none of its own."""
-    is_operation: bool = False
-    """Whether it is an operation of torch; a module's own code runs as a whole, its calls are not dispatched."""
-    changes_first: bool = False
-    """Whether it certainly changes its first argument in place."""
-
-
-make_call: Final[Callable[[tuple[Any, ...]], Call]] = functools.partial(tuple.__new__, Call)
-"""`Call` of a tuple of all its fields, without the Python of its constructor: every layer and operation makes one."""
 
 
 @dataclass(slots=True, eq=False)
