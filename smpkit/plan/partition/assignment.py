@@ -88,9 +88,9 @@ class Assignment:
     units: tuple[tuple[str, int], ...]
     """Name and partition, in execution order."""
     activation_bytes: tuple[int, ...]
-    """Those of the units of each partition together."""
+    """By partition, what one microbatch keeps there for its backward."""
     step_flops: tuple[float, ...]
-    """As the bytes."""
+    """By partition, the compute of its units."""
 
     @cached_property
     def partition_of(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class Assignment:
             count = read.num_partitions
             sizes = {len(read.activation_bytes), len(read.step_flops)}
             if any(not 0 <= place < count for _, place in read.units) or sizes != {count}:
-                raise ValueError(f"units or their sums outside of {count} partitions")
+                raise ValueError(f"units or sums that do not fit {count} partitions")
         except ValueError as error:
             problem = Problem((), f"not a partition assignment: {type(error).__name__}: {error}")
             raise ConfigError([problem], subject="partition assignment") from None

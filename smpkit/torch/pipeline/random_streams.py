@@ -90,7 +90,7 @@ class RandomStreams:
         self.num_closed = 0
         """How many running calls have a closed stream although the mode still sees their operations."""
         self._step_seed = 0
-        """From which the streams of the microbatches of the step that runs follow."""
+        """What the seeds of the microbatches of the step that runs follow from."""
         self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
         """The generator itself: torch.cuda's functions for it take ten times as long, and each call needs it."""
         self._seeds = Seeds.for_this_rank()
