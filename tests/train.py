@@ -475,7 +475,7 @@ class _Seen:
 
 def place(module: nn.Module, seed: int, degree: int) -> None:
     """Put every unit somewhere, and something everywhere."""
-    names = [unit.name for unit in units_of(module).units]
+    names = [unit.name for unit in units_of(module)]
     dice = random.Random(seed)
     owners = [index * degree // len(names) for index in range(len(names))]
     if seed >= 0:

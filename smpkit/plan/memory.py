@@ -202,7 +202,7 @@ def memory_of_rank(
     costs = [unit.cost for unit in model.units if places[unit.cost.name] == place.pp]
     boundary = sum(cost.boundary_bytes for cost in costs)
     on_device, on_host = offloaded or (round(boundary * live_microbatches), 0)
-    other = round((assignment.loads[place.pp].activation_bytes - boundary) * live_microbatches)
+    other = round((assignment.activation_bytes[place.pp] - boundary) * live_microbatches)
     activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
     return RankMemory(
         num_parameters=sum(tensor.num_elements for tensor in tensors),

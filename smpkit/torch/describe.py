@@ -120,9 +120,9 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
     samples, tokens = _size_of(inputs)
     calls = [] if inputs is None else [_forward_call(model, inputs, mode)]
     pins = manual_placement(model) if by_hand else None
-    tree = units_of(model) if pins is None else units_of(model, pins.split)
-    outputs = LayerOutputs(model, [unit.name for unit in tree.units])
-    costs = measure_units(model, tree, functools.partial(outputs.noted, calls[0]) if calls else None)
+    units = units_of(model) if pins is None else units_of(model, pins.split)
+    outputs = LayerOutputs(model, [unit.name for unit in units])
+    costs = measure_units(model, units, functools.partial(outputs.noted, calls[0]) if calls else None)
     places = {} if pins is None else pins.for_units([cost.name for cost in costs])
     facts = replace(model_facts(model, costs, places), notes=tuple(notes))
     if other_sizes and facts.traced and samples:
@@ -130,7 +130,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
             doubled = twice_the_samples(inputs, samples)
         larger = _forward_call(model, doubled, mode)
         reasons: list[str] = []
-        doubled_costs = measure_units(model, tree, functools.partial(outputs.noted, larger), reasons.append)
+        doubled_costs = measure_units(model, units, functools.partial(outputs.noted, larger), reasons.append)
         if reasons:
             note = "all that layers keep is assumed to grow with the samples: with twice as many the model failed"
             facts = replace(facts, notes=(*facts.notes, f"{note} ({reasons[0]})"))

@@ -257,7 +257,9 @@ class DistributedModel(ModelParts):
             roots = tensors
         else:
             raise UsageError(f"model.backward takes a loss (a tensor) or a list of them, got {type(tensors).__name__}")
-        grads = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        grads: Sequence[torch.Tensor | None] = (None,) * len(roots)
+        if grad_tensors is not None:
+            grads = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         run = state.step
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return

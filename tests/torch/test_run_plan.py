@@ -157,17 +157,33 @@ def test_a_pipeline_that_resumes_its_partition_has_its_stages(tmp_path: Path) ->
     assert [plan_of(folder)["traced"] for folder in (first, second)] == [True, False]
 
 
-def _resume_and_train(folder: Path, checkpoints: Path, resumes: bool) -> None:
+def test_a_model_with_a_layer_that_the_checkpoint_has_not_is_partitioned_anew(tmp_path: Path) -> None:
+    checkpoints, first, second = (tmp_path / name for name in ("checkpoints", "first", "second"))
+    for folder in (checkpoints, first, second):
+        folder.mkdir()
+    run_ranks(_resume_and_train, 2, first, checkpoints, False)
+    # With the partition of the checkpoint the last layer was on no rank, and all ranks held it.
+    placed = {"0": 0, "1": 1, "2": 1, "3": 1, "4": 1, "5": 1}
+    assert run_ranks(_resume_and_train, 2, second, checkpoints, True, 5) == [placed, placed]
+    assert [stage["units"] for stage in plan_of(second)["stages"]] == [["0"], ["1", "2", "3", "4", "5"]]
+
+
+def _resume_and_train(folder: Path, checkpoints: Path, resumes: bool, num_layers: int = 4) -> dict[str, int]:
+    """Return on which pipeline rank each layer is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RUN_DIR, str(folder))
         smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "memory_weight": float(resumes)})
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)]
         model = smp.DistributedModel(nn.Sequential(nn.Embedding(999, WIDTH), *layers))
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
         if resumes:
-            smp.resume_from_checkpoint(checkpoints, partial=True)
+            smp.resume_from_checkpoint(checkpoints, partial=True, strict=False, load_optimizer=num_layers == 4)
         train_step(model, torch.zeros(ROWS, WIDTH, dtype=torch.int64))
         optimizer.step()
         if not resumes:
             smp.save_checkpoint(checkpoints, tag="step_1", partial=True)
+        assert model.pipeline is not None
+        assert model.pipeline.assignment is not None
+        placed = model.pipeline.assignment.partition_of
         smp.shutdown()
+        return placed

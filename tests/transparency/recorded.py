@@ -32,7 +32,7 @@ class WithBackward(Plain):
 
 
 def placed(names: Sequence[str], ranks: Sequence[int]) -> Assignment:
-    return Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), ())
+    return Assignment(max(ranks) + 1, tuple(zip(names, ranks, strict=True)), (), ())
 
 
 def record(case: Case, assignment: Assignment, *, costs_first: bool = False) -> RecordedGraph:

@@ -41,7 +41,7 @@ def arguments_of(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def places(module: nn.Module) -> Iterator[str]:
     """Yield the names of a few units, the middle one first."""
-    names = [unit.name for unit in units_of(module).units]
+    names = [unit.name for unit in units_of(module)]
     middle = len(names) // 2
     yield from sorted(names[1:], key=lambda name: abs(names.index(name) - middle))[:MOST_PLACES]
 

@@ -54,11 +54,6 @@ class UnitCost:
     that receives them from another one keeps them nevertheless, until it has their gradients."""
 
     @property
-    def private_parameters_bytes(self) -> int:
-        """Bytes of the parameters that only this unit holds."""
-        return self.parameters_bytes - sum(self.shared.values())
-
-    @property
     def recomputed_share(self) -> float:
         """Which part of the forward the backward runs again."""
         return self.recomputed_flops / self.flops if self.flops else 0.0
@@ -86,28 +81,16 @@ PER_MICROBATCH: Final = (*BYTES_PER_MICROBATCH, "flops", "recomputed_flops")
 
 
 @dataclass(frozen=True)
-class Load:
-    """What one partition holds and computes; a parameter that several of its units share counts once."""
-
-    parameters_bytes: int
-    activation_bytes: int
-    flops: float
-    recomputed_flops: float = 0.0
-
-    @property
-    def step_flops(self) -> float:
-        """As that of `UnitCost`."""
-        return self.flops + self.recomputed_flops / 3
-
-
-@dataclass(frozen=True)
 class Assignment:
     """Which partition (pp_rank) every unit is on."""
 
     num_partitions: int
     units: tuple[tuple[str, int], ...]
     """Name and partition, in execution order."""
-    loads: tuple[Load, ...]
+    activation_bytes: tuple[int, ...]
+    """By partition, what one microbatch keeps there for its backward."""
+    step_flops: tuple[float, ...]
+    """By partition, the compute of its units."""
 
     @cached_property
     def partition_of(self) -> dict[str, int]:
@@ -121,9 +104,8 @@ class Assignment:
     @property
     def compute_imbalance(self) -> float:
         """The compute of the busiest partition over the mean, 1 or more; it bounds the speed."""
-        work = [load.step_flops for load in self.loads]
-        total = sum(work)
-        return max(work) * len(work) / total if total else 1.0
+        total = sum(self.step_flops)
+        return max(self.step_flops) * self.num_partitions / total if total else 1.0
 
     def log_lines(self) -> list[str]:
         """Return SMP v1's heading and a line for every unit, as they are logged."""
@@ -138,9 +120,10 @@ class Assignment:
         """Read what `to_json` wrote; raise ConfigError if it is not that."""
         try:
             read = TypeAdapter(cls).validate_json(text)
-            num_partitions = read.num_partitions
-            if any(not 0 <= place < num_partitions for _, place in read.units) or len(read.loads) != num_partitions:
-                raise ValueError(f"units or loads outside of {num_partitions} partitions")
+            count = read.num_partitions
+            sizes = {len(read.activation_bytes), len(read.step_flops)}
+            if any(not 0 <= place < count for _, place in read.units) or sizes != {count}:
+                raise ValueError(f"units or sums that do not fit {count} partitions")
         except ValueError as error:
             problem = Problem((), f"not a partition assignment: {type(error).__name__}: {error}")
             raise ConfigError([problem], subject="partition assignment") from None
@@ -153,14 +136,7 @@ def assignment_of(units: Sequence[UnitCost], places: Mapping[int, int], num_part
     parts: list[list[UnitCost]] = [[] for _ in range(num_partitions)]
     for index, unit in enumerate(units):
         parts[places[index]].append(unit)
-    return Assignment(num_partitions, named, tuple(map(_load, parts)))
-
-
-def _load(units: Sequence[UnitCost]) -> Load:
-    shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
-    return Load(
-        parameters_bytes=sum(unit.private_parameters_bytes for unit in units) + sum(shared.values()),
-        activation_bytes=sum(unit.activation_bytes for unit in units),
-        flops=sum(unit.flops for unit in units),
-        recomputed_flops=sum(unit.recomputed_flops for unit in units),
+    activation_bytes = tuple(sum(unit.activation_bytes for unit in part) for part in parts)
+    return Assignment(
+        num_partitions, named, activation_bytes, tuple(sum(unit.step_flops for unit in part) for part in parts)
     )

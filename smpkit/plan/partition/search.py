@@ -102,7 +102,7 @@ def _require(problems: Sequence[Problem]) -> None:
 
 def _range_costs(units: Sequence[UnitCost], memory_weight: float) -> Cost:
     """Return the cost of neighbouring units on one partition; it never falls when there are more of them."""
-    private = [unit.private_parameters_bytes + unit.activation_bytes for unit in units]
+    private = [unit.parameters_bytes - sum(unit.shared.values()) + unit.activation_bytes for unit in units]
     shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
     holders = {key: [index for index, unit in enumerate(units) if key in unit.shared] for key in shared}
     total = sum(private) + sum(shared.values())

@@ -42,20 +42,8 @@ class Node:
             yield from child.walk()
 
 
-@dataclass(frozen=True)
-class UnitTree:
-    """A model, cut."""
-
-    units: tuple[UnitCost, ...]
-    """In the order of definition; execution may differ. What they cost beside memory is not known yet."""
-    spanning: tuple[str, ...]
-    """Names of the modules that run on every rank."""
-    loose: Mapping[str, int]
-    """Bytes of the parameters that spanning modules own themselves, by key; every rank has them."""
-
-
-def unit_tree(model: Node, split: Collection[str] = ()) -> UnitTree:
-    """Cut a model into units.
+def cut_into_units(model: Node, split: Collection[str]) -> list[UnitCost]:
+    """Return the units of a model in the order of definition; what they cost beside memory is not known yet.
 
     From the top down, each of these is a unit:
 
@@ -70,23 +58,18 @@ def unit_tree(model: Node, split: Collection[str] = ()) -> UnitTree:
     Args:
         split: names of modules that are cut in any case, because parts of them were placed apart by hand.
     """
-    nodes, spanning = _cut(model, in_stack=False, split=split)
+    nodes = list(_cut(model, in_stack=False, split=split))
     holders = Counter(key for node in nodes for key in _parameters(node))
-    loose = {key: num_bytes for node in spanning for key, num_bytes in node.parameters.items()}
-    return UnitTree(tuple(_unit(node, holders) for node in nodes), tuple(node.name for node in spanning), loose)
+    return [_unit(node, holders) for node in nodes]
 
 
-def _cut(node: Node, in_stack: bool, split: Collection[str]) -> tuple[list[Node], list[Node]]:
-    """Return the units and the spanning modules of a subtree."""
+def _cut(node: Node, in_stack: bool, split: Collection[str]) -> Iterator[Node]:
+    """Yield the units of a subtree."""
     if node.name not in split and _is_unit(node, in_stack):
-        return [node], []
-    units: list[Node] = []
-    spanning = [node]
+        yield node
+        return
     for child in node.children:
-        child_units, child_spanning = _cut(child, node.is_stack or node.name in split, split)
-        units += child_units
-        spanning += child_spanning
-    return units, spanning
+        yield from _cut(child, node.is_stack or node.name in split, split)
 
 
 def _is_unit(node: Node, in_stack: bool) -> bool:

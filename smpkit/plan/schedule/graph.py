@@ -213,14 +213,6 @@ class SegmentGraph:
             return (Need(Kind.BACKWARD, segment),)
         return tuple(self._forward_needs(segment) if kind is Kind.FORWARD else self._backward_needs(segment))
 
-    def sends(self, kind: Kind, segment: Segment) -> tuple[Transfer, ...]:
-        """Return the transfers that an action sends along (FORWARD) or gradients of back (BACKWARD), in that order."""
-        if kind is Kind.FORWARD:
-            return tuple(transfer for transfer in self.outgoing[segment] if transfer.is_message)
-        if kind is Kind.WEIGHT:
-            return ()
-        return tuple(each for each in self.incoming[segment] if each.is_message and each.differentiable)
-
     def _forward_needs(self, segment: Segment) -> Iterator[Need]:
         if segment.index:
             yield Need(Kind.FORWARD, Segment(segment.rank, segment.index - 1))

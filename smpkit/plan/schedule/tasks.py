@@ -49,6 +49,8 @@ class Task:
 
 def tasks_of(graph: SegmentGraph, costs: Costs, split_backward: bool) -> tuple[Task, ...]:
     """Return the tasks of one microbatch; messages of one task are listed in the order of sending."""
+    # What needs no message comes first. The executor sends in the order of the graph's transfers.
+    order = {id(transfer): number for number, transfer in enumerate((None, *graph.transfers))}
     nodes: list[tuple[Kind, Segment]] = []
     for kind in Kind:
         nodes += [(kind, segment) for segment in graph.topological if kind in graph.kinds(segment, split_backward)]
@@ -63,9 +65,7 @@ def tasks_of(graph: SegmentGraph, costs: Costs, split_backward: bool) -> tuple[T
         is_split = split_backward and graph.splits(segment)
         # In a split schedule a backward that stays whole sends no gradient, so no task waits for it.
         fills_gaps = split_backward and kind is Kind.BACKWARD and not is_split
-        # First what needs no message, then the messages as the executor sends them.
-        order = [id(transfer) for transfer in (None, *graph.sends(kind, segment))]
-        in_order = tuple(sorted(leading, key=lambda edge: order.index(id(edge.transfer))))
+        in_order = tuple(sorted(leading, key=lambda edge: order[id(edge.transfer)]))
         seconds, priority = costs.seconds(kind, segment, is_split), _PRIORITY[Kind.WEIGHT if fills_gaps else kind]
         tasks.append(Task(kind, segment, seconds, len(wanted), in_order, priority))
     return tuple(tasks)

@@ -310,7 +310,7 @@ def choose_layers(
         kept = sum(
             layers[name].saved_bytes if present[name] is Choice.KEEP else layers[name].input_bytes for name in units
         )
-        others = live * (plan.assignment.loads[stage].activation_bytes - kept)
+        others = live * (plan.assignment.activation_bytes[stage] - kept)
         fixed = memory.static_bytes
         limits = ChainLimits(live, room[0] - fixed - others, room[1], speed.link, allowed=allowed)
         chain = [_chain_layer(layers[name], speed) for name in units]

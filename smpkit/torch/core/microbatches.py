@@ -83,12 +83,9 @@ class Splitter:
                 )
         by_position = [_split(each, each.value, count, device) for each in positional]
         by_name = {each.name: _split(each, each.value, count, device) for each in named}
-        return [
-            MicrobatchCall(
-                tuple(parts[index] for parts in by_position), {name: parts[index] for name, parts in by_name.items()}
-            )
-            for index in range(count)
-        ]
+        args_of = list(zip(*by_position, strict=True)) or [()] * count
+        kwargs_of = [dict(zip(by_name, parts, strict=True)) for parts in zip(*by_name.values(), strict=True)]
+        return list(map(MicrobatchCall, args_of, kwargs_of or [{} for _ in range(count)]))
 
     def size_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Return how many samples and tokens a batch has, by the first tensor that is cut; 0 where it does not tell.

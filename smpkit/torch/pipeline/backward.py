@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.messages import Message, P2PTransfer
+from smpkit.torch.pipeline.messages import P2PTransfer, message_of
 from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
 
@@ -122,7 +122,7 @@ class BackwardWork:
             roots.append(root)
             gradients.append(start)
         for edge, transfer in state.sends:
-            gradient = transport.receive(Message(index, transfer, True))
+            gradient = transport.receive(message_of(index, transfer, True))
             if edge is not None and gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
@@ -140,7 +140,7 @@ class BackwardWork:
                 # It shares memory, as the parts of the gradient of a `cat` do. Other parts may be gradients of weights:
                 # adding to those raises the version, and this gradient would seem to change while it travels.
                 gradient = gradient.clone()
-            transport.send(gradient, Message(index, transfer, True))
+            transport.send(gradient, message_of(index, transfer, True))
 
     def _run_split(
         self, segment: int, state: _SegmentState, roots: list[Any], gradients: list[torch.Tensor | None]
@@ -161,7 +161,6 @@ class BackwardWork:
         self._segments.clear()
         self._cut_leaves.clear()
         self.weight_backwards.clear()
-        self.units.clear()
 
 
 def _detached_error(transfer: P2PTransfer) -> UsageError:

@@ -37,7 +37,7 @@ from smpkit.torch.core.tensor_spec import version_of
 from smpkit.torch.core.warn import script_line, warn_user
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.coroutine import MicrobatchCoroutine
-from smpkit.torch.pipeline.messages import Message, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.messages import Message, P2PTransfer, TransferRecord, message_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.outputs import OutputSpecs
 from smpkit.torch.pipeline.results import Results, drop_graph, reserve
@@ -452,7 +452,7 @@ class StepPlan:
                 arrivals[Kind.BACKWARD, transfer.source_segment].append(transfer)
         receives = [
             [
-                Message(action.microbatch, transfer, action.kind is Kind.BACKWARD)
+                message_of(action.microbatch, transfer, action.kind is Kind.BACKWARD)
                 for transfer in arrivals.get((action.kind, action.segment), ())
             ]
             for action in actions

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,10 @@ from smpkit.torch.pipeline.backward import mutable_alias
 from smpkit.torch.pipeline.changes import Arguments, Change, changed_arguments, versions_of
 from smpkit.torch.pipeline.messages import P2PTransfer
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import Call, CallKind, expand_distributions
+from smpkit.torch.pipeline.outputs import CallKind, expand_distributions
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
-from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
+from smpkit.torch.pipeline.stage_tensor import Callee, Current, Function, StageTensor
 from smpkit.torch.pipeline.units import install, with_other_names
 from smpkit.torch.placement.placement import enclosing_unit, pp_ranks_by_parameter
 
@@ -73,10 +73,10 @@ class LayerOutputs:
                 stack.enter_context(module.register_forward_hook(end))
             call()
 
-    def of(self, call: Call, arguments: Arguments) -> tuple[Any, tuple[Change, ...]] | None:
+    def of(self, callee: Callee, mode: object, arguments: Arguments) -> tuple[Any, tuple[Change, ...]] | None:
         """Return the output spec and changes of a call; None if they are not known."""
         # Any other mode has the call return what a Hugging Face model collects, too.
-        return self._known.get((call.target, *signature(arguments))) if type(call.mode) is bool else None
+        return self._known.get((callee.target, *signature(arguments))) if type(mode) is bool else None
 
     def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in((args, kwargs))
@@ -135,23 +135,13 @@ def _recorded(
         stage.random.call_between_units(call)
     finally:
         Current.microbatch = None
-    return RecordedGraph(
-        assignment.units,
-        tuple(_calls_by_segment(microbatch, assignment.partition_of)),
-        tuple(map(_sent_value, microbatch.transfers, microbatch.numbers)),
-    )
-
-
-def _calls_by_segment(
-    microbatch: _FakeMicrobatch, placement: Mapping[str, int]
-) -> Iterator[tuple[Segment, tuple[str, ...]]]:
-    called: dict[Segment, list[str]] = {}
+    called: dict[Segment, list[str]] = {
+        Segment(rank, index): [] for rank, count in enumerate(microbatch.num_segments) for index in range(count)
+    }
     for segment, name in microbatch.module_calls:
-        called.setdefault(segment, []).extend(_units_in(name, placement))
-    for rank, count in enumerate(microbatch.num_segments):
-        for index in range(count):
-            segment = Segment(rank, index)
-            yield segment, tuple(called.get(segment, ()))
+        called[segment].extend(_units_in(name, assignment.partition_of))
+    segments = tuple((segment, tuple(names)) for segment, names in called.items())
+    return RecordedGraph(assignment.units, segments, tuple(map(_sent_value, microbatch.transfers, microbatch.numbers)))
 
 
 def _units_in(module: str, placement: Mapping[str, int]) -> list[str]:
@@ -196,17 +186,17 @@ class _FakeMicrobatch(Microbatch):
         self.numbers.append(number)
         return super()._transfer(tensor, target, spec)
 
-    def run_on_owner(self, owner: int, call: Call) -> Any:
+    def run_on_owner(self, owner: int, callee: Callee, *call: Any) -> Any:
         """Return placeholders of what a call returns on rank `owner`; note the call if it is one of a module."""
-        result = super().run_on_owner(owner, call)
+        result = super().run_on_owner(owner, callee, *call)
         segment = Segment(owner, self.current_segments[owner])
-        names = call.target if isinstance(call.target, tuple) else (call.target,)
+        names = callee.target if isinstance(callee.target, tuple) else (callee.target,)
         self.module_calls += [(segment, name) for name in names if isinstance(name, str)]
         return result
 
-    def _begin_new_kind(self, call: Call, kind: CallKind, arguments: Arguments) -> None:
+    def _begin_new_kind(self, callee: Callee, function: Function, kind: CallKind, arguments: Arguments) -> None:
         """Learn on fake tensors what a new kind of call returns, and which arguments it changes in place."""
-        if self._outputs is not None and (known := self._outputs.of(call, arguments)) is not None:
+        if self._outputs is not None and (known := self._outputs.of(callee, kind.mode[0], arguments)) is not None:
             self._output_specs.remember(kind, *known)
             return
         fakes: dict[int, torch.Tensor] = {}
@@ -224,10 +214,10 @@ class _FakeMicrobatch(Microbatch):
         self.stage.inside_unit = True
         try:
             with torch._C._EnableTorchFunction():  # the caller has disabled it
-                output = call.function(*args, **kwargs)
+                output = function(*args, **kwargs)
         finally:
             self.stage.inside_unit = False
-        changes = changed_arguments(tensors, versions, changes_first=call.changes_first)
+        changes = changed_arguments(tensors, versions, changes_first=callee.changes_first)
         self._output_specs.remember(kind, map_tensors(spec_of_unwrapped, expand_distributions(output)), changes)
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -104,15 +104,12 @@ class HostLink:
 
     def post(self, message: Message) -> None:
         if message.number not in self._posted:
-            spec = message.transfer.spec
-            buffer = torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
-            work = self._recv(buffer, message.sender, self.tag_of(message), message)
-            self._posted[message.number] = work, buffer
+            self._posted[message.number] = self._begin_receive(message)
 
     def receive(self, message: Message) -> torch.Tensor | None:
         spec = message.transfer.spec
-        self.post(message)
-        work, buffer = self._posted.pop(message.number)
+        posted = self._posted.pop(message.number, None)
+        work, buffer = self._begin_receive(message) if posted is None else posted
         self._wait(work, message.sender, message)
         if message.backward:
             # The receiver has sent the gradient, so the value has arrived.
@@ -121,6 +118,11 @@ class HostLink:
             if is_none_gradient(buffer, spec):
                 return None
         return laid_out(buffer.to(self._device), spec)
+
+    def _begin_receive(self, message: Message) -> tuple[dist.Work, torch.Tensor]:
+        spec = message.transfer.spec
+        buffer = torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
+        return self._recv(buffer, message.sender, self.tag_of(message), message), buffer
 
     def forget_posted(self, num_microbatches: int) -> None:
         """Forget receives in which nothing will arrive: microbatches have left the record that they were posted for.

@@ -14,6 +14,7 @@ an input. Types of one byte have no such NaN, and values without elements no roo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from ctypes import c_uint16, c_uint32, c_uint64
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ TRANSFERS_PER_MICROBATCH: Final = 1 << 15
 """How many numbers each microbatch has for its transfers: no two messages of a step share a tag."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each has an identity, by which `message_of` finds its messages
 class P2PTransfer:
     """A value that one rank sends to another, once; `number` counts those of a microbatch, alike on all ranks."""
 
@@ -72,6 +73,10 @@ class Message:
         kind, value = ("backward", "gradient of ") if self.backward else ("forward", "")
         consumer = f" for `{self.transfer.consumer}`" if self.transfer.consumer else ""
         return f"{kind} of microbatch {self.microbatch} ({value}{self.transfer.spec}{consumer})"
+
+
+message_of: Final = functools.lru_cache(maxsize=1 << 12)(Message)
+"""`Message`, the same object for the same arguments: steps that follow a record send the same messages each time."""
 
 
 class Tag:

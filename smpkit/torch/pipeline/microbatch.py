@@ -51,17 +51,15 @@ from smpkit.torch.pipeline.changes import (
     versions_of,
     written_container_error,
 )
-from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, Message, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, P2PTransfer, TransferRecord, message_of
 from smpkit.torch.pipeline.outputs import (
     MISSING,
-    Call,
     CallKind,
     Mode,
     describe_difference,
     expand_distributions,
     has_same_specs,
     infer_output,
-    make_call,
     make_placeholders,
     replicated_spec_of,
     restore_distributions,
@@ -70,6 +68,8 @@ from smpkit.torch.pipeline.outputs import (
 )
 from smpkit.torch.pipeline.parameters import parameter_change_error, refuse_made_of_weights, refuse_nonresident
 from smpkit.torch.pipeline.stage_tensor import (
+    Callee,
+    Function,
     StageTensor,
     become_stage_tensor,
     changes_in_place,
@@ -151,14 +151,14 @@ class Microbatch:
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def run_operation(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
+        self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
     ) -> Any:
         """Run one torch operation on the rank that has its data; `mode` is what else decides its result's shape."""
         # Names of operations that change their first argument end with an underscore, or `inplace` says so.
         changes = (name.endswith("_") or bool(kwargs)) and bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs.get("out"))
         if not targets:
-            return self.run_plain_operation(func, name, args, kwargs, mode)
+            return self.run_plain_operation(Callee(func, name, is_operation=True), args, kwargs, mode)
         if self.stage.inside_unit:
             raise _inside_a_unit_error(name)
         for target in targets:
@@ -166,8 +166,8 @@ class Microbatch:
                 raise parameter_change_error(name, target)
             if type(target) is not StageTensor:
                 self._give_to_owner(target, name, owner_of_operation(args, kwargs, self.stage))
-        call = Call(func, name, func, args, kwargs, is_operation=True, changes_first=changes)
-        result = self.run_on_owner(targets[0].owner, call)
+        callee = Callee(func, name, is_operation=True, changes_first=changes)
+        result = self.run_on_owner(targets[0].owner, callee, func, args, kwargs)
         return targets[0] if isinstance(result, StageTensor) else result
 
     def note_fresh(self, tensor: torch.Tensor) -> None:
@@ -186,45 +186,54 @@ class Microbatch:
             become_stage_tensor(tensor, owner, value, self.current_segments[owner])
 
     def run_plain_operation(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
+        self, operation: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
     ) -> Any:
         """Run an operation that changes none of its arguments; see `run_operation`."""
         if self.stage.inside_unit:
-            raise _inside_a_unit_error(name)
+            raise _inside_a_unit_error(operation.name)
         owner = owner_of_operation(args, kwargs, self.stage)
-        return self.run_on_owner(owner, make_call((func, name, func, args, kwargs, mode, None, True, False)))
+        return self.run_on_owner(owner, operation, operation.target, args, kwargs, mode)
 
-    def run_on_owner(self, owner: int, call: Call) -> Any:
-        """Run a call on rank `owner`, and make placeholders of its result everywhere else.
+    def run_on_owner(
+        self,
+        owner: int,
+        callee: Callee,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: object = None,
+    ) -> Any:
+        """Call `function`, which runs `callee`, on rank `owner`; make placeholders of its result everywhere else.
 
         Every rank goes through the same transfers: it sends, receives, or only counts.
+
+        Args:
+            mode: what else decides the result, such as a module's `training`.
         """
         with _NoTorchFunction():
             # Before any wait: if ranks differ in this very call, the trace of a waiting rank must show it.
-            self.call_trace.append(call.name)
-            self._consumer = call.name
+            self.call_trace.append(callee.name)
+            self._consumer = callee.name
             device_type = self._device_type
             autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            mode = call.mode, torch.is_grad_enabled(), autocast
-            args, kwargs = call.args, call.kwargs
-            kind = self._output_specs.latest.get(call.target)
+            modes = mode, torch.is_grad_enabled(), autocast
+            kind, owner_kwargs = self._output_specs.latest.get(callee.target), kwargs
             if (
                 kind is None
                 or kwargs
-                or kind.mode != mode
-                or (matched := self._match_latest(kind, owner, args)) is None
+                or kind.mode != modes
+                or (owner_args := self._match_latest(kind, owner, args)) is None
             ):
-                kind, args, kwargs = self._look_up(owner, call, mode)
+                kind, owner_args, owner_kwargs = self._look_up(owner, callee, args, kwargs, modes)
                 if kind.output_spec is MISSING:
-                    self._begin_new_kind(call, kind, (args, kwargs))
-            else:
-                args = matched
+                    self._begin_new_kind(callee, function, kind, (owner_args, owner_kwargs))
             if owner == self._rank:
-                result, tensors = self._run_call(call, kind, args, kwargs)
+                result, tensors = self._run_call(callee, function, kind, owner_args, owner_kwargs)
             else:
-                result, tensors = self._placeholders(owner, call, kind), None
+                result, tensors = self._placeholders(owner, callee, kind), None
             if kind.changes:
-                self.changes.apply(kind.changes, owner, call.name, (call.args, call.kwargs), (args, kwargs), tensors)
+                on_owner = owner_args, owner_kwargs
+                self.changes.apply(kind.changes, owner, callee.name, (args, kwargs), on_owner, tensors)
             return result
 
     def _match_latest(self, kind: CallKind, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -233,7 +242,7 @@ class Microbatch:
         Else return None, and `_look_up` finds the kind by a key; see [Note: the latest call].
         """
         arguments = kind.arguments
-        if arguments is None or len(args) != len(arguments) or kind.output_spec is MISSING:
+        if arguments is None or len(args) != len(arguments):
             return None
         for number, (argument, known) in enumerate(zip(args, arguments, strict=True)):
             part = type(argument)
@@ -253,15 +262,17 @@ class Microbatch:
                 return None
         return args
 
-    def _look_up(self, owner: int, call: Call, mode: Mode) -> tuple[CallKind, tuple[Any, ...], dict[str, Any]]:
+    def _look_up(
+        self, owner: int, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
+    ) -> tuple[CallKind, tuple[Any, ...], dict[str, Any]]:
         """Look up the kind of a call by a key made of its arguments, and transfer those to rank `owner`.
 
         Returns the kind, and the arguments as rank `owner` has them.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise vmap_error(call.name)
-        key = [call.target, *mode]
-        comparable: tuple[Any, ...] | None = None if call.kwargs else call.args
+            raise vmap_error(callee.name)
+        key = [callee.target, *mode]
+        comparable: tuple[Any, ...] | None = None if kwargs else args
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal comparable
@@ -279,9 +290,9 @@ class Microbatch:
             key.append(tensor.spec)
             return self._transfer_once(tensor, owner)
 
-        args = describe(call.args, key, visit)
-        kwargs = describe(call.kwargs, key, visit) if call.kwargs else call.kwargs
-        return self._output_specs.kind_of(call.target, mode, comparable, tuple(key)), args, kwargs
+        args = describe(args, key, visit)
+        kwargs = describe(kwargs, key, visit) if kwargs else kwargs
+        return self._output_specs.kind_of(mode, comparable, tuple(key)), args, kwargs
 
     def _value_of_weight(self, tensor: torch.Tensor, weight: torch.Tensor) -> StageTensor:
         """Return a weight, or a view of it, as a value of the first rank that holds it; the same one each time."""
@@ -294,11 +305,11 @@ class Microbatch:
             self._weights[id(tensor)] = tensor, value
         return self._weights[id(tensor)][1]
 
-    def _begin_new_kind(self, call: Call, kind: CallKind, arguments: Arguments) -> None:
+    def _begin_new_kind(self, callee: Callee, function: Function, kind: CallKind, arguments: Arguments) -> None:
         """Infer what a new kind of call returns; where that is impossible, prepare for its owner to broadcast it."""
         output_specs = self._output_specs
-        if call.is_operation and not call.changes_first:
-            inferred = infer_output(call.function, *arguments, self._spec_without_data, self.stage.device)
+        if callee.is_operation and not callee.changes_first:
+            inferred = infer_output(function, *arguments, self._spec_without_data, self.stage.device)
             if inferred is not MISSING:
                 kind.is_inferred = True
                 output_specs.remember(kind, inferred, ())
@@ -306,7 +317,7 @@ class Microbatch:
         if self.record is not None and not self.diverged and output_specs.expect_other_floats(kind):
             return
         # All ranks must reach a broadcast in program order, so scheduled work runs first; it may include such a call.
-        self._diverge(f"`{call.name}` was called in a way in which the first one did not call it")
+        self._diverge(f"`{callee.name}` was called in a way in which the first one did not call it")
 
     def _spec_without_data(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Return the spec of a tensor whose data some ranks lack; None for one that all ranks hold."""
@@ -314,24 +325,29 @@ class Microbatch:
             return tensor.spec
         return None if self.stage.weight_of(tensor) is None else dense_spec_of(tensor)
 
-    def _placeholders(self, owner: int, call: Call, kind: CallKind) -> Any:
+    def _placeholders(self, owner: int, callee: Callee, kind: CallKind) -> Any:
         """Return the result of a call that another rank runs."""
-        if call.has_closed_stream is not None:
-            self.stage.random.skip(call.name)  # else what follows would draw other numbers here than on the owner
+        if callee.has_closed_stream is not None:
+            self.stage.random.skip(callee.name)  # else what follows would draw other numbers here than on the owner
         spec, device = kind.output_spec, self.stage.device
         if type(spec) is TensorSpec:  # most calls
             return make_stage_tensor(spec, device, owner)
         if spec is MISSING:
-            what = f"the transfer of the first output of `{call.name}`"
+            what = f"the transfer of the first output of `{callee.name}`"
             output_spec, changes = self.stage.transport.hosts.receive_object(owner, what)
             self._output_specs.remember(kind, output_spec, changes)
         return make_placeholders(kind.output_spec, device, owner)
 
     def _run_call(
-        self, call: Call, kind: CallKind, owner_args: tuple[Any, ...], owner_kwargs: dict[str, Any]
+        self,
+        callee: Callee,
+        function: Function,
+        kind: CallKind,
+        owner_args: tuple[Any, ...],
+        owner_kwargs: dict[str, Any],
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run a call that this rank owns; return its result, and the data of its arguments."""
-        stage, name, is_closed, known = self.stage, call.name, call.has_closed_stream, kind.output_spec
+        stage, name, is_closed, known = self.stage, callee.name, callee.has_closed_stream, kind.output_spec
         if is_closed:
             self.backward_work.units[self.current_segments[self._rank]].append(name)
         # Only after all transfers: a receive may have begun a segment, in which values of older ones are detached.
@@ -341,15 +357,15 @@ class Microbatch:
         contents = contents_of((args, kwargs)) if known is MISSING else None
         kept = None if is_closed is None else stage.random.enter(name, is_closed)
         try:
-            stage.inside_unit = not call.is_operation
+            stage.inside_unit = not callee.is_operation
             try:
                 with _WithTorchFunction():
-                    output = call.function(*args, **kwargs)
+                    output = function(*args, **kwargs)
             finally:
                 stage.inside_unit = False
                 if kept is not None:
                     stage.random.leave(kept)
-            has_changed = call.changes_first or versions != versions_of(tensors)
+            has_changed = callee.changes_first or versions != versions_of(tensors)
             # The fast path: most calls change nothing and return one tensor of the known spec.
             if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
                 return make_stage_tensor(
@@ -357,7 +373,7 @@ class Microbatch:
                 ), tensors
             if contents is not None and contents != contents_of((args, kwargs)):
                 raise written_container_error(name)
-            changes = changed_arguments(tensors, versions, changes_first=call.changes_first) if has_changed else ()
+            changes = changed_arguments(tensors, versions, changes_first=callee.changes_first) if has_changed else ()
             return self._publish(name, kind, output, changes), tensors
         except Exception:
             stage.failed_alone = True  # no other rank runs this: the others would wait for a message in vain
@@ -495,20 +511,19 @@ class Microbatch:
             self.stage.failed_alone = True  # no other rank knows what lies in the same memory
             raise changed_through_view_error(tensor, transfer.target)
         # Send first, since the target waits for it; bookkeeping can come later.
-        sent, message = value.detach(), Message(self.index, transfer, False)
+        sent, message = value.detach(), message_of(self.index, transfer, False)
         if record is None:
             transport.announce(message)
-        # The value may be changed in place while it travels, unless the record says that it is not.
-        is_unchanged = record is not None and transfer.number not in record.changed
         if self.record is None:
             self._sent_versions.append((transfer.number, sent, version_of(sent)))
-        transport.send(sent, message, copy=not is_unchanged)
+        # The value may be changed in place while it travels, unless the record says that it is not.
+        transport.send(sent, message, copy=record is None or transfer.number in record.changed)
         tensor.sent_version = version_of(sent)
         if transfer.spec.requires_grad:
             self.backward_work.add_send(value, transfer)
 
     def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
-        stage, spec, message = self.stage, transfer.spec, Message(self.index, transfer, False)
+        stage, spec, message = self.stage, transfer.spec, message_of(self.index, transfer, False)
         if self._num_open_hooks:
             self.unsplittable.add(transfer.target_segment)
         if self.diverged or self.record is None:
@@ -607,11 +622,9 @@ class Microbatch:
         self.unsplittable.add(self.current_segments[self._rank])
 
     def release(self) -> None:
+        """Let go of what is kept for backward."""
         self.backward_work.release()
-        self._weights.clear()
-        self._fresh.clear()
-        self._sent_versions.clear()
-        self.released = True
+        self._weights, self._sent_versions, self.released = {}, [], True
 
 
 def _inside_a_unit_error(name: str) -> UsageError:

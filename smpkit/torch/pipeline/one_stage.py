@@ -47,7 +47,7 @@ class OneStage:
         # torch.compile of the whole model traces through the calls of its modules, which must stay plain then.
         if self._root is not None and not hasattr(self._root, "_orig_mod"):
             self.random = RandomStreams(common_seed() + state.rdp_rank, state.device)
-            install_streams(self._root, [unit.name for unit in units_of(self._root).units], self.random)
+            install_streams(self._root, [unit.name for unit in units_of(self._root)], self.random)
 
     def run(
         self,
@@ -81,13 +81,10 @@ class OneStage:
             step.end_microbatch()
         return outputs
 
-    def backward(
-        self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
-    ) -> None:
+    def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
         """Run backward now; inside a step or outside any."""
-        gradients: Sequence[torch.Tensor | None] = [None] * len(roots) if grads is None else grads
         with _NoTorchFunction():  # or the mode for random streams would see these as operations between units
-            scaled = list(map(root_gradient, roots, gradients, [scale] * len(roots)))
+            scaled = list(map(root_gradient, roots, grads, [scale] * len(roots)))
         step, participants = state.step, self._participants
         if step is not None:
             for prepare in participants.before_backward:

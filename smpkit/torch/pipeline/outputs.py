@@ -22,12 +22,11 @@ such as a cache of keys and values, they have no placeholder: they get an `Absen
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,36 +62,12 @@ _CONSTANTS: Final[tuple[Any, ...]] = (*NON_TENSOR_TYPES, complex, bytes, slice, 
 # --- kinds of call ----------------------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """A call of a module or an operation by code that all ranks run."""
-
-    target: Any
-    """What identifies it among the kinds of call: an operation, or the name of a module."""
-    name: str
-    """Names it in errors, and its stream of random numbers."""
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    mode: object = None
-    """What else decides the result, such as a module's `training`."""
-    has_closed_stream: bool | None = None
-    """Whether its stream of random numbers is a closed one; None if it has none of its own."""
-    is_operation: bool = False
-    """Whether it is an operation of torch; a module's own code runs as a whole, its calls are not dispatched."""
-    changes_first: bool = False
-    """Whether it certainly changes its first argument in place."""
-
-
-make_call: Final[Callable[[tuple[Any, ...]], Call]] = functools.partial(tuple.__new__, Call)
-"""`Call` of a tuple of all its fields, without the Python of its constructor: every layer and operation makes one."""
-
-
 @dataclass(slots=True, eq=False)
 class CallKind:
     """A kind of call: what calls with equal keys have in common."""
 
     key: tuple[Any, ...]
-    """All that the result depends on."""
+    """All that the result depends on, the target first."""
     mode: Mode
     output_spec: Any = MISSING
     changes: tuple[Change, ...] = ()
@@ -113,14 +88,14 @@ class OutputSpecs:
         self._with_other_floats: dict[tuple[Any, ...], CallKind] = {}
         """By key without floats, the latest kind of call whose output spec is known."""
         self.latest: dict[Any, CallKind] = {}
-        """By target; see [Note: the latest call]."""
+        """By target, where the output spec is known; see [Note: the latest call]."""
 
     def __len__(self) -> int:
         """Return how many kinds of call there are."""
         return len(self._kinds)
 
-    def kind_of(self, target: Any, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CallKind:
-        """Return the kind of call with this key, which is the latest of its target from now on.
+    def kind_of(self, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CallKind:
+        """Return the kind of call with this key, which is the latest of its target once its output spec is known.
 
         Args:
             args: the positional arguments; None where later calls cannot be compared by them alone.
@@ -130,13 +105,14 @@ class OutputSpecs:
             kind = self._kinds[key] = CallKind(key, mode)
         kind.arguments = None if args is None else _comparable(args)
         kind.has_tensors_only = args is not None and all(isinstance(part, torch.Tensor) for part in args)
-        self.latest[target] = kind
+        if kind.output_spec is not MISSING:
+            self.latest[key[0]] = kind
         return kind
 
     def remember(self, kind: CallKind, output_spec: Any, changes: tuple[Change, ...]) -> None:
         """Keep what calls of a new kind return and change."""
         kind.output_spec, kind.changes = output_spec, changes
-        self._with_other_floats[_without_floats(kind.key)] = kind
+        self._with_other_floats[_without_floats(kind.key)] = self.latest[kind.key[0]] = kind
 
     def expect_other_floats(self, kind: CallKind) -> bool:
         """Expect a call to return what one with other floats (a temperature) has returned, if there is one.
@@ -147,6 +123,7 @@ class OutputSpecs:
         if other is None:
             return False
         kind.output_spec, kind.changes = other.output_spec, other.changes
+        self.latest[kind.key[0]] = kind
         del self._kinds[kind.key]  # there may be a new float in each step
         return True
 

@@ -140,7 +140,12 @@ class Pipeline:
 
     def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> Placement:
         """Partition the model at the first step: agree on an assignment, place the modules, make the executor."""
-        self._check_weights()
+        if self._measures_times and any(is_delayed(parameter) for parameter in self._root.parameters()):
+            raise UsageError(
+                "execution times cannot be measured: the model was made under delay_param_initialization and has no"
+                " weights yet",
+                hint="leave out trace_execution_times; costs are then computed from shapes",
+            )
         refuse_compiled(self._root)
         hosts = self._transport.hosts
         if state.pp_rank == 0:
@@ -175,14 +180,6 @@ class Pipeline:
             announce([*self._measurement_lines(), *assignment.log_lines()])
         return placement
 
-    def _check_weights(self) -> None:
-        if self._measures_times and any(is_delayed(parameter) for parameter in self._root.parameters()):
-            raise UsageError(
-                "execution times cannot be measured: the model was made under delay_param_initialization and has no"
-                " weights yet",
-                hint="leave out trace_execution_times; costs are then computed from shapes",
-            )
-
     def _measurement_lines(self) -> list[str]:
         if not self._measures_times:
             return []
@@ -204,27 +201,21 @@ class Pipeline:
 
     def _decide(self, step: TrialStep) -> tuple[Assignment, ModelFacts]:
         cfg = state.cfg
-        resumed = self.resumed if cfg.auto_partition else None
-        if resumed is not None and self._fits_model(resumed):
+        pins = None if cfg.auto_partition else manual_placement(self._root)
+        units = units_of(self._root, () if pins is None else pins.split)
+        names, resumed = {unit.name for unit in units}, self.resumed if cfg.auto_partition else None
+        # The script may have changed since: each rank would hold the layers that the assignment does not know.
+        if resumed is not None and resumed.partition_of.keys() == names:
             # Nothing is planned, so a trace would only slow the first step down.
-            return resumed, model_facts(self._root, measure_units(self._root, units_of(self._root), None), {})
-        places: Mapping[str, int] = {}
-        if not cfg.auto_partition:
-            pins = manual_placement(self._root)
-            costs = measure_units(self._root, units_of(self._root, pins.split), None)
-            places = pins.for_units([cost.name for cost in costs])
-        elif cfg.skip_tracing:
-            costs = measure_units(self._root, units_of(self._root), None)
+            return resumed, model_facts(self._root, measure_units(self._root, units, None), {})
+        if pins is not None or cfg.skip_tracing:
+            costs = measure_units(self._root, units, None)
         else:
-            costs = measure_units(self._root, units_of(self._root), lambda: run_fake(self._root, step))
+            costs = measure_units(self._root, units, lambda: run_fake(self._root, step))
             if self._measures_times:
                 costs = measure_times(self._root, costs, step, state.device)
+        places = {} if pins is None else pins.for_units([cost.name for cost in costs])
         return assign_units(cfg, costs, places), model_facts(self._root, costs, places)
-
-    def _fits_model(self, assignment: Assignment) -> bool:
-        """Return whether an assignment fits this model: the script may have changed since it was saved."""
-        names = {name for name, _ in self._root.named_modules()}
-        return all(unit in names for unit in assignment.partition_of)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -270,9 +261,7 @@ class Pipeline:
         for prepare in self._participants.before_last_backward:
             prepare()
 
-    def backward(
-        self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
-    ) -> None:
+    def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
         """Note that the current microbatch's backward starts at `roots`; the schedule decides when it runs."""
         if state.step is None:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
@@ -283,7 +272,7 @@ class Pipeline:
             )
         state.step.total_backwards += 1
         microbatch = Current.microbatch or current_microbatch()
-        microbatch.backward(roots, (None,) * len(roots) if grads is None else grads, scale)
+        microbatch.backward(roots, grads, scale)
 
     def abandon(self, error: BaseException) -> None:
         """Note that an exception has ended a step; report it to the other ranks if this rank has failed alone."""

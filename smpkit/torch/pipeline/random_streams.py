@@ -63,9 +63,14 @@ _CPU: Final = torch.default_generator
 
 # The C functions behind torch.overrides, without its Python: every call of a layer uses them.
 _depth_of_modes: Final[Callable[[], int]] = torch._C._len_torch_function_stack
-_mode_at: Final[Callable[[int], Any]] = torch._C._get_function_stack_at
 _pop_mode: Final[Callable[[], Any]] = torch._C._pop_torch_function_stack
 _push_mode: Final[Callable[[Any], None]] = torch._C._push_on_torch_function_stack
+
+
+@functools.cache
+def _key_of(name: str) -> int:
+    """Return the name of a call in 64 mixed bits."""
+    return mix(0, zlib.crc32(name.encode()))
 
 
 class RandomStreams:
@@ -84,12 +89,11 @@ class RandomStreams:
         """Whether a training step runs; evaluation draws nothing, and outside a step the generators are the user's."""
         self.num_closed = 0
         """How many running calls have a closed stream although the mode still sees their operations."""
-        self._mixed_step = 0
-        """The seed and the number of the step that runs, mixed."""
+        self._step_seed = 0
+        """What the seeds of the microbatches of the step that runs follow from."""
         self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
         """The generator itself: torch.cuda's functions for it take ten times as long, and each call needs it."""
         self._seeds = Seeds.for_this_rank()
-        self._names: dict[str, int] = {}
         self._operation_streams = _OperationStreams(self)
 
     def state(self) -> _Generators:
@@ -108,7 +112,7 @@ class RandomStreams:
             return
         kept = self.state()
         self.step += 1
-        self._mixed_step = mix(mix(0, self.seed), self.step)
+        self._step_seed = self._seeds.open(mix(mix(0, self.seed), self.step))
         self.active = True
         try:
             yield
@@ -130,21 +134,17 @@ class RandomStreams:
 
     def begin_microbatch(self, index: int) -> None:
         if self.active:
-            self._seed_with(self._seeds.open(mix(self._mixed_step, index)))
+            self._seed_with(self._seeds.after(self._step_seed, index))
 
     def skip(self, name: str) -> None:
         """Move the stream past a call that another rank runs."""
         if self.active:
-            self._seed_with(self._seeds.after(_CPU.initial_seed(), self._names.get(name) or self._key_of(name)))
+            self._seed_with(self._seeds.after(_CPU.initial_seed(), _key_of(name)))
 
     def _seed_with(self, seed: int) -> None:
         _CPU.manual_seed(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
-
-    def _key_of(self, name: str) -> int:
-        key = self._names[name] = mix(0, zlib.crc32(name.encode()))
-        return key
 
     def run(
         self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,15 +165,14 @@ class RandomStreams:
         mode = later = None
         if closed:
             begin_layer(name)
-            if depth := _depth_of_modes():
-                # Remove the mode inside a unit, so that operations there run without Python.
-                if type(_mode_at(depth - 1)) is _OperationStreams:
-                    mode = _pop_mode()
-                else:  # `with torch.device(...)` lies above it
+            if _depth_of_modes():
+                mode = _pop_mode()  # inside a unit, so that operations there run without Python
+                if type(mode) is not _OperationStreams:  # `with torch.device(...)` lies above it
+                    _push_mode(mode)
                     mode, self.num_closed = _BENEATH, self.num_closed + 1
         if self.active:
             seed = _CPU.initial_seed()
-            later = self._seeds.after(seed, self._names.get(name) or self._key_of(name))
+            later = self._seeds.after(seed, _key_of(name))
             # Whether to seed must follow from the generator alone, or a recomputation could decide otherwise.
             if closed and self._seeds.rank_salt and not seed & 1:
                 self._seed_with(self._seeds.closed(seed))
@@ -220,14 +219,15 @@ class _OperationStreams(TorchFunctionMode):
 
 def call_without_operation_streams(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
     """Call a function without the mode, so that operations run without Python."""
-    aside = (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams
-    if not aside:
-        return function(*args, **kwargs)
-    mode = _pop_mode()
-    try:
-        return function(*args, **kwargs)
-    finally:
+    mode = _pop_mode() if _depth_of_modes() else None
+    if type(mode) is _OperationStreams:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _push_mode(mode)
+    if mode is not None:
         _push_mode(mode)
+    return function(*args, **kwargs)
 
 
 def replayed_operation_streams() -> Callable[[], contextlib.AbstractContextManager[object]]:

@@ -24,6 +24,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ def _split_shape(
     """
     if any(node.kind.__name__ == _REENTRANT for node in shape):
         return (), ()
-    reaches_input, leaves_below = _classified(shape, num_roots, inputs)
+    reaches_input, leaves_below = _classified(shape, inputs)
     boundaries: dict[int, frozenset[int]] = {}
     for node in sorted(reaches_input):
         off_path = [leaves_below[successor] for successor in shape[node].after if successor not in reaches_input]
@@ -175,13 +176,11 @@ def _split_shape(
     return tuple(groups), tuple(sorted(first_half))
 
 
-def _classified(
-    shape: Sequence[_NodeShape], num_roots: int, inputs: frozenset[int]
-) -> tuple[set[int], dict[int, frozenset[int]]]:
+def _classified(shape: Sequence[_NodeShape], inputs: frozenset[int]) -> tuple[set[int], dict[int, frozenset[int]]]:
     """Return the nodes that reach an input, and of all others the leaves that they lead to."""
     reaches_input: set[int] = set()
     leaves_below: dict[int, frozenset[int]] = {}
-    for node in _post_order(shape, num_roots):
+    for node in TopologicalSorter({node: after for node, (_, _, after) in enumerate(shape)}).static_order():
         kind, _, after = shape[node]
         if node in inputs or any(successor in reaches_input for successor in after):
             reaches_input.add(node)
@@ -192,20 +191,6 @@ def _classified(
         else:
             leaves_below[node] = frozenset[int]().union(*(leaves_below[successor] for successor in after))
     return reaches_input, leaves_below
-
-
-def _post_order(shape: Sequence[_NodeShape], num_roots: int) -> Iterator[int]:
-    """Yield every node once, after all that it leads to; in a loop, since graphs are deeper than Python's stack."""
-    stack = [(root, False) for root in range(num_roots)]
-    seen: set[int] = set()
-    while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            yield node
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(successor, False) for successor in shape[node].after]
 
 
 def _are_chained(shape: Sequence[_NodeShape], boundaries: set[int], reaches_input: set[int]) -> bool:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -26,10 +26,30 @@ if TYPE_CHECKING:
 T = torch.Tensor
 _NO_COPIES: Final[Mapping[int, Any]] = MappingProxyType({})
 _STRIDED: Final = torch.strided
-_PLAIN_NAMES: Final[dict[Any, str]] = {}
-"""The names of operations on data that change nothing in place, unless keyword arguments say so."""
-_MAX_NAMES: Final = 1 << 12
 _make_wrapper: Final[Callable[..., Any]] = torch.Tensor._make_wrapper_subclass
+
+
+Function = Callable[..., Any]
+
+
+class Callee(NamedTuple):
+    """What code that all ranks run calls: an operation, a module, or several modules together."""
+
+    target: Any
+    """What identifies it among the kinds of call: an operation, or the name of a module."""
+    name: str
+    """Names it in errors, and its stream of random numbers."""
+    has_closed_stream: bool | None = None
+    """Whether its stream of random numbers is a closed one; None if it has none of its own."""
+    is_operation: bool = False
+    """Whether it is an operation of torch; a module's own code runs as a whole, its calls are not dispatched."""
+    changes_first: bool = False
+    """Whether it certainly changes its first argument in place."""
+
+
+_PLAIN: Final[dict[Any, Callee]] = {}
+"""Operations on data that change nothing in place, unless keyword arguments say so."""
+_MAX_PLAIN: Final = 1 << 12
 
 
 class Current:
@@ -94,8 +114,8 @@ class StageTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not kwargs and (plain := _PLAIN_NAMES.get(func)) is not None:  # most operations
-            return (Current.microbatch or current_microbatch()).run_plain_operation(func, plain, args, {})
+        if not kwargs and (plain := _PLAIN.get(func)) is not None:  # most operations
+            return (Current.microbatch or current_microbatch()).run_plain_operation(plain, args, {})
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -115,8 +135,8 @@ class StageTensor(torch.Tensor):
                 " group=smp.get_dp_process_group(): one that has weights, or whose forward names the"
                 " torch.autograd.Function that calls it",
             )
-        if len(_PLAIN_NAMES) < _MAX_NAMES and not changes_in_place(func, name, {}):
-            _PLAIN_NAMES[func] = name
+        if len(_PLAIN) < _MAX_PLAIN and not changes_in_place(func, name, {}):
+            _PLAIN[func] = Callee(func, name, is_operation=True)
         return current_microbatch().run_operation(func, name, args, kwargs)
 
     @classmethod

@@ -70,6 +70,8 @@ class Transport:
         self._device = device
         self.hosts = HostLink(group, ranks, device)
         self.gpus = None if between_gpus is None else GpuLink(*between_gpus, self.hosts, group.rank(), device)
+        self._links: list[GpuLink | HostLink] = [self.hosts] * len(ranks)
+        """By pp_rank, what connects this rank with it."""
         self.recorder: MessageRecorder | None = None
         """Called for every value and gradient that is sent or received; None costs nothing."""
 
@@ -77,6 +79,8 @@ class Transport:
         """Connect the GPUs between which values travel; all ranks call this with the same transfers."""
         if self.gpus is not None:
             self.gpus.connect([(transfer.source, transfer.target) for transfer in transfers])
+            for peer in self.gpus.peers:
+                self._links[peer] = self.gpus
 
     def send(self, tensor: torch.Tensor | None, message: Message, *, copy: bool = False) -> None:
         """Send a value (an activation), or its gradient back; do not wait until it has arrived.
@@ -94,7 +98,7 @@ class Transport:
             if copy and (self._device.type == "cpu" or self.gpus is not None):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        self._link_with(message.receiver).send(tensor, message)
+        self._links[message.receiver].send(tensor, message)
         if self.recorder is not None:
             num_bytes = 0 if tensor is None else tensor.nbytes
             tag = self.hosts.tag_of(message)
@@ -102,12 +106,12 @@ class Transport:
 
     def post(self, message: Message) -> None:
         """Start a receive before its data is needed."""
-        self._link_with(message.sender).post(message)
+        self._links[message.sender].post(message)
 
     def receive(self, message: Message) -> torch.Tensor | None:
         """Return a value or gradient that another rank sends; None: the value has no gradient."""
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        link = self._link_with(message.sender)
+        link = self._links[message.sender]
         value = link.receive(message)
         if self.recorder is not None:
             num_bytes = message.transfer.spec.num_bytes
@@ -117,9 +121,6 @@ class Transport:
             tag = self.hosts.tag_of(message)
             self.recorder("receive", message.sender, num_bytes, tag, start_ns, time.perf_counter_ns())
         return value
-
-    def _link_with(self, peer: int) -> GpuLink | HostLink:
-        return self.gpus if self.gpus is not None and self.gpus.reaches(peer) else self.hosts
 
     def announce(self, message: Message) -> None:
         """Tell the receiver which value `send` will send next; without a record, it may expect one of another size.
@@ -174,7 +175,8 @@ class GpuLink:
         self._hosts = hosts
         self._rank = rank
         self._device = device
-        self._peers: set[int] = set()
+        self.peers: set[int] = set()
+        """The ranks that messages here travel to and from."""
         self._stream = devices.new_stream(device, high_priority=True)
         """Receives are begun on it: they wait until their memory is free, and not for all compute that is queued."""
         self._memory: dict[int, _Memory] = {}
@@ -199,7 +201,7 @@ class GpuLink:
         # now, in an order that is the same on all ranks: at the first messages of a step, a rank could wait for one
         # peer, which waits for another, which waits for the first.
         for pair in sorted({(min(pair), max(pair)) for pair in pairs}):
-            if self._rank not in pair or (peer := sum(pair) - self._rank) in self._peers:
+            if self._rank not in pair or (peer := sum(pair) - self._rank) in self.peers:
                 continue
             with waiting("the connection of the GPUs", [self._hosts.ranks[peer]]):
                 for sends in (self._rank < peer, self._rank > peer):
@@ -208,11 +210,7 @@ class GpuLink:
                         self._group(self._rank, peer).send([byte], peer, 0).wait()
                     else:
                         _take(self._begin_receive(self._new_memory(1), peer))
-            self._peers.add(peer)
-
-    def reaches(self, peer: int) -> bool:
-        """Return whether messages to and from a rank travel here."""
-        return peer in self._peers
+            self.peers.add(peer)
 
     def send(self, tensor: torch.Tensor | None, message: Message) -> None:
         """Send a value or gradient, None as a header alone."""
@@ -250,14 +248,14 @@ class GpuLink:
 
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived."""
-        for peer in sorted(self._peers):
+        for peer in sorted(self.peers):
             self._send_header(_END, 0, peer, _end_of(peer))
         # A microbatch that took another way than the recorded one leaves messages that nobody needs; receive them, too.
-        for peer in sorted(self._peers):
+        for peer in sorted(self.peers):
             while self._read_header(peer, _end_of(peer)):
                 pass
         self._hosts.flush()  # whoever has taken a header has begun to receive
-        for peer in sorted(self._peers):
+        for peer in sorted(self.peers):
             self._release(peer, self._num_released[peer] + len(self._sent[peer]))
         for arrival in self._arrivals.values():
             if arrival is not None:

@@ -31,16 +31,14 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, tensors_in
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.outputs import (
-    Call,
     active_collectors,
     add_collected,
     collector_key,
-    make_call,
     returning_collected,
 )
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import NO_RANK, StageContext
-from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch
+from smpkit.torch.pipeline.stage_tensor import Callee, Current, StageTensor, current_microbatch
 from smpkit.torch.placement.dtensor import is_dtensor
 from smpkit.torch.placement.placement import enclosing_unit, names_by_module, pp_ranks_of
 
@@ -169,6 +167,7 @@ class _DispatchedCall(ModuleCall):
         self._module, self._name, self._random = module, name, random
         self._is_everywhere, self._is_nested = where is _Where.EVERYWHERE, where is _Where.NESTED
         self._closed = where not in (_Where.EVERYWHERE, _Where.ENCLOSING)
+        self._callee = Callee(name, name, self._closed)
         self._owner = min(self.pp_ranks) if where not in (_Where.EVERYWHERE, _Where.AT_INPUT) else None
         self.stream = None if self._is_nested or self._is_everywhere else name
         self._get_collectors = None if self._owner is None else active_collectors()
@@ -183,14 +182,13 @@ class _DispatchedCall(ModuleCall):
                 elif microbatch.unit_wrapper is not None:
                     original = microbatch.unit_wrapper(original)
                 if owner is not None:
-                    name, mode = self._name, self._module.training
+                    mode: object = self._module.training
                     if self._get_collectors is not None and (collectors := self._get_collectors()):
                         # Outputs that a Hugging Face model collects by hooks must reach every rank: see `outputs.py`.
-                        original, key = returning_collected(collectors, original), collector_key(collectors)
-                        call = Call(name, name, original, args, kwargs, (mode, key), self._closed)
-                        return add_collected(collectors, microbatch.run_on_owner(owner, call))
-                    call = make_call((name, name, original, args, kwargs, mode, self._closed, False, False))
-                    return microbatch.run_on_owner(owner, call)
+                        original, mode = returning_collected(collectors, original), (mode, collector_key(collectors))
+                        result = microbatch.run_on_owner(owner, self._callee, original, args, kwargs, mode)
+                        return add_collected(collectors, result)
+                    return microbatch.run_on_owner(owner, self._callee, original, args, kwargs, mode)
             if not self.is_here:
                 place, hint = "outside a step", "call it in a function with @smp.step, which all pipeline ranks run"
                 if microbatch is not None:
@@ -249,8 +247,8 @@ def run_together(
         return function(argument)
     stage = current_microbatch().stage
     modes = tuple([module.training for module in members])
-    together = Call(names, f"{names[0]} to {names[-1]}", function, (argument,), {}, modes)
-    result = current_microbatch().run_on_owner(owner, together)
+    together = Callee(names, f"{names[0]} to {names[-1]}")
+    result = current_microbatch().run_on_owner(owner, together, function, (argument,), {}, modes)
     if owner != stage.rank:
         for call in calls:
             if call.stream is not None:

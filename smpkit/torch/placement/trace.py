@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.plan.partition.units import UnitTree
 from smpkit.torch.core.offloader import Offloader, install
 from smpkit.torch.core.tensor_spec import storage_of, tensors_in
 from smpkit.torch.placement.fused_kernels import FusedKernels
@@ -43,17 +42,18 @@ _log = logging.getLogger("smpkit")
 
 def measure_units(
     root: nn.Module,
-    tree: UnitTree,
+    units: Sequence[UnitCost],
     body: Callable[[], Any] | None,
     untraced: Callable[[str], object] | None = None,
 ) -> list[UnitCost]:
     """Return what the units cost, in the order in which `body` calls them.
 
     Args:
+        units: those of `root`, whose memory is known.
         body: runs the step for one microbatch on tensors without data, as `run_fake` does; None to skip the pass.
         untraced: is told why the pass failed; None: a warning says so, and what follows for the partition.
     """
-    costs = {unit.name: unit for unit in tree.units}
+    costs = {unit.name: unit for unit in units}
     measured: dict[str, UnitCost] = {}
     if body is not None:
         mode = _CostMode(root, costs)

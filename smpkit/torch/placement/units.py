@@ -8,21 +8,20 @@ from typing import Final
 import torch
 from torch import nn
 
-from smpkit.plan.partition.units import Node, UnitTree, unit_tree
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.units import Node, cut_into_units
 
 _UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
 """Classes of torch that are never cut: what their parts compute depends on values."""
 
 
-def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
+def units_of(module: nn.Module, split: Collection[str] = ()) -> list[UnitCost]:
     """Cut a model into units; a leaf without parameters is none, and runs on the rank that has its input.
 
     Args:
         split: names of modules that must be cut, because the user placed their parts apart.
     """
-    tree = unit_tree(_node(module, "", set()), split)
-    placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
-    return UnitTree(placed, tree.spanning, tree.loose)
+    return [unit for unit in cut_into_units(_node(module, "", set()), split) if unit.parameters_bytes]
 
 
 def _node(module: nn.Module, name: str, seen: set[int]) -> Node:

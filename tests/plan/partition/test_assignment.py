@@ -6,19 +6,13 @@ from typing import Any
 import pytest
 
 from smpkit.errors import ConfigError
-from smpkit.plan.partition.assignment import Assignment, Load, UnitCost, assignment_of
+from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 
 UNITS = [
     UnitCost("embed", 100, 5, 1.0, shared={"weight": 60}),
     UnitCost("block", 40, 5, 6.0),
     UnitCost("head", 60, 5, 1.0, shared={"weight": 60}),
 ]
-
-
-def test_a_shared_parameter_counts_once_per_partition() -> None:
-    apart, together = (assignment_of(UNITS, dict(enumerate(places)), 2) for places in ([0, 0, 1], [0, 1, 0]))
-    assert apart.loads == (Load(140, 10, 7.0), Load(60, 5, 1.0))
-    assert together.loads == (Load(100, 10, 2.0), Load(40, 5, 6.0))
 
 
 def test_imbalance_is_worst_over_mean() -> None:
@@ -55,8 +49,8 @@ def change(key: str, value: Any) -> str:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", change("units", [["a", 2]]), change("units", [["a"]]), change("loads", [])],
-    ids=["empty", "list", "no keys", "partition", "pair", "loads"],
+    ["", "[]", "{}", change("units", [["a", 2]]), change("units", [["a"]]), change("step_flops", [])],
+    ids=["empty", "list", "no keys", "partition", "pair", "too few sums"],
 )
 def test_text_that_is_no_assignment_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a partition assignment"):

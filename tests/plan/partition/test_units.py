@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
-from smpkit.plan.partition.units import Node, unit_tree
+from smpkit.plan.partition.units import Node, cut_into_units
 
 
 def leaf(name: str, kind: str = "Linear", **parameters: int) -> Node:
@@ -22,8 +24,8 @@ def block(name: str, kind: str = "Block", size: int = 8) -> Node:
     return module(name, kind, weight, leaf(f"{name}.act", "GELU"))
 
 
-def names(model: Node) -> list[str]:
-    return [unit.name for unit in unit_tree(model).units]
+def names(model: Node, split: Collection[str] = ()) -> list[str]:
+    return [unit.name for unit in cut_into_units(model, split)]
 
 
 def test_a_transformer_is_cut_into_leaves_and_blocks() -> None:
@@ -34,15 +36,13 @@ def test_a_transformer_is_cut_into_leaves_and_blocks() -> None:
         stack("model.layers", block("model.layers.0"), block("model.layers.1")),
         leaf("model.norm"),
     )
-    tree = unit_tree(module("", "ForCausalLM", inner, leaf("head")))
-    assert [unit.name for unit in tree.units] == [
+    assert names(module("", "ForCausalLM", inner, leaf("head"))) == [
         "model.embed",
         "model.layers.0",
         "model.layers.1",
         "model.norm",
         "head",
     ]
-    assert tree.spanning == ("", "model", "model.layers")
 
 
 SMALL = stack("layers.0.mlp", leaf("layers.0.mlp.0"), leaf("layers.0.mlp.1"), kind="Sequential")
@@ -91,21 +91,14 @@ def test_a_module_with_a_stack_of_experts_stays_whole() -> None:
 
     model = module("", "Model", mixture("first"), stack("layers", layer("layers.0"), layer("layers.1")))
     assert names(model) == ["first", "layers.0", "layers.1"]
-    apart = unit_tree(model, split={"first", "first.experts"})
-    assert [unit.name for unit in apart.units][:2] == ["first.gate", "first.experts.0"]
-
-
-def test_a_spanning_modules_own_parameters_are_loose() -> None:
-    tree = unit_tree(module("", "Model", stack("layers", leaf("layers.0"), leaf("layers.1")), scale=4))
-    assert [unit.name for unit in tree.units] == ["layers.0", "layers.1"]
-    assert tree.loose == {"scale": 4}
+    assert names(model, split={"first", "first.experts"})[:2] == ["first.gate", "first.experts.0"]
 
 
 def test_parameters_are_counted_once_and_ties_are_found() -> None:
     embed, head = leaf("embed", "Embedding", wte=40), leaf("head", wte=40, bias=2)
     twice = module("mlp", "Mlp", leaf("mlp.a", w=6), leaf("mlp.b", w=6))
-    tree = unit_tree(module("", "Model", embed, stack("layers", twice), head))
-    assert [(unit.name, unit.parameters_bytes, dict(unit.shared)) for unit in tree.units] == [
+    units = cut_into_units(module("", "Model", embed, stack("layers", twice), head), ())
+    assert [(unit.name, unit.parameters_bytes, dict(unit.shared)) for unit in units] == [
         ("embed", 40, {"wte": 40}),
         ("mlp", 6, {}),
         ("head", 42, {"wte": 40}),
@@ -124,7 +117,7 @@ def test_units_do_not_overlap_and_cover_every_leaf() -> None:
 
 def test_a_block_whose_parts_are_placed_apart_is_cut_into_them() -> None:
     model = module("", "Model", stack("layers", block("layers.0"), block("layers.1")))
-    assert [unit.name for unit in unit_tree(model, split={"layers.0"}).units] == [
+    assert names(model, split={"layers.0"}) == [
         "layers.0.fc",
         "layers.0.act",
         "layers.1",

@@ -3,10 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
 
 from smpkit.plan.schedule.graph import Kind, Need, ScheduleError, Segment, SegmentGraph, Transfer
-from tests.plan.graphs import ENCODER_DECODER, IDLE_RANK, SETTINGS, TIED_HEAD, U_NET, graphs
+from tests.plan.graphs import ENCODER_DECODER, IDLE_RANK, TIED_HEAD, U_NET
 
 A, B, A1 = Segment(0, 0), Segment(1, 0), Segment(0, 1)
 
@@ -59,18 +58,8 @@ def received(graph: SegmentGraph, kind: Kind, segment: Segment) -> list[Transfer
 
 
 def test_gradients_travel_back_along_differentiable_transfers_only() -> None:
-    assert [t.num_bytes for t in ENCODER_DECODER.sends(Kind.FORWARD, A)] == [8, 4]
     assert [t.num_bytes for t in received(ENCODER_DECODER, Kind.BACKWARD, A)] == [8]
-    assert ENCODER_DECODER.sends(Kind.BACKWARD, Segment(1, 1)) == ()
-    assert ENCODER_DECODER.sends(Kind.WEIGHT, Segment(2, 0)) == ()
-
-
-@given(graph=graphs())
-@SETTINGS
-def test_what_one_action_sends_another_receives(graph: SegmentGraph) -> None:
-    for kind in Kind:
-        sent = sorted(t for segment in graph.segments for t in graph.sends(kind, segment))
-        assert sent == sorted(t for segment in graph.segments for t in received(graph, kind, segment))
+    assert received(ENCODER_DECODER, Kind.WEIGHT, Segment(2, 0)) == []
 
 
 def test_a_backward_is_split_where_a_gradient_leaves() -> None:

@@ -53,8 +53,8 @@ def test_values_grow_with_the_samples_but_for_what_all_of_them_share() -> None:
 
 def test_it_tells_of_no_other_assignment() -> None:
     units = THERE_AND_BACK.units
-    assert THERE_AND_BACK.under(Assignment(2, units, ())) is THERE_AND_BACK
-    assert THERE_AND_BACK.under(Assignment(2, (*units[:-1], ("spare", 0)), ())) is None
+    assert THERE_AND_BACK.under(Assignment(2, units, (), ())) is THERE_AND_BACK
+    assert THERE_AND_BACK.under(Assignment(2, (*units[:-1], ("spare", 0)), (), ())) is None
 
 
 def sent(number: int, source: tuple[int, int], target: tuple[int, int], num_bytes: int) -> SentValue:
@@ -84,7 +84,7 @@ APART = RecordedGraph(
 
 def joined(*ranks: int) -> RecordedGraph:
     units = tuple((name, rank) for (name, _), rank in zip(APART.units, ranks, strict=True))
-    found = APART.under(Assignment(max(ranks) + 1, units, ()))
+    found = APART.under(Assignment(max(ranks) + 1, units, (), ()))
     assert found is not None
     return found
 
