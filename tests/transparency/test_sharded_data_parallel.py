@@ -556,6 +556,26 @@ def test_layers_that_each_rank_drops_for_itself_are_refused() -> None:
         script.run(0)
 
 
+class Masked(nn.Linear):
+    """Sets weights to 0 in its forward, as the convolutions of PixelCNNs do; others clamp or shorten them there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.weight.new_ones(WIDTH, WIDTH).tril()
+        return super().forward(x)
+
+
+def masked() -> nn.Module:
+    return nn.Sequential(*[Masked(WIDTH, WIDTH) for _ in range(3)])
+
+
+@on_ranks(2)
+def test_a_forward_that_writes_to_weights_is_refused() -> None:
+    # The next pass gathered the weights as they were before.
+    message = r"`0\.weight` was written to in a forward, which sharded data parallelism would lose"
+    with training(Case(masked, vectors, mse_step), way_of()) as script, pytest.raises(UnsupportedError, match=message):
+        script.run(0)
+
+
 class Tempered(TiedFunctional):
     """Has a parameter without dimensions, as a CLIP has."""
 
