@@ -187,6 +187,21 @@ def penalized(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+def keep(module: Any) -> None:
+    """For `prepare`: keep blocks gathered after their backward, from the first pass on."""
+
+    def before(root: Any, _args: object) -> None:
+        root.set_reshard_after_backward(False)
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(before)
+
+
+def test_weights_that_are_kept_are_new_after_an_update_outside_of_steps() -> None:
+    # The second forward found the first one's.
+    same(CASE, way_of(stepwise=False, microbatches=1, prepare=keep), like=way_of(stepwise=False, microbatches=1))
+
+
 @on_ranks(2)
 def test_a_gradient_penalty_trains_if_weights_are_kept() -> None:
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))  # the same on both replicas

@@ -223,6 +223,9 @@ class ShardedDataParallel(DataParallel):
                 each.reshard()
 
     def end_accumulation(self) -> None:
+        # An update changes the parts. Where blocks stay gathered after a backward, the next forward of one outside of a
+        # step would find the weights of before.
+        self._reshard(may_go_backward=False)
         # A gather takes what the others send: parts of another block, if they run another one.
         ran, self._ran = self._ran, []
         if ran:
@@ -261,8 +264,9 @@ class ShardedDataParallel(DataParallel):
         self._failed = True
         if _FREED in str(error):
             error.add_note(
-                "an earlier backward had freed these weights: for a gradient penalty (create_graph=True) call"
-                " `model.get_module().set_reshard_after_backward(False)`, which keeps all blocks until the step ends"
+                "these weights had been freed, by an earlier backward or because a layer's output was changed in place"
+                " (write `y = y + x`, not `y += x`); for a gradient penalty (create_graph=True) call"
+                " `model.get_module().set_reshard_after_backward(False)`, which keeps all blocks until the update"
             )
 
     def _refuse_after_failure(self) -> None:
