@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.models import MODELS
-from tests.train import Way, differ, same
+from smpkit.errors import UsageError
+from tests.models import MODELS, TOKENS, WIDTH, Case, token_step, tokens
+from tests.torch.steps import on_ranks
+from tests.train import Way, differ, same, training
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 """Several for a model, or overlap has nothing to get wrong."""
@@ -45,3 +48,18 @@ def test_replicas_equal_plain_pytorch(name: str, way: Way) -> None:
 def test_one_rank_equals_plain_pytorch_to_the_bit(microbatches: int, accumulation: int) -> None:
     way = Way(microbatches=microbatches, accumulation=accumulation, batches=(8,) * 4, optimizer="AdamW")
     same(MODELS["frozen and unused parameters"], way, tolerance=0)
+
+
+def renormalising() -> nn.Module:
+    """Return a model whose embedding shortens the rows that a batch has, in its forward."""
+    return nn.Sequential(nn.Embedding(TOKENS, WIDTH, max_norm=0.5), nn.Linear(WIDTH, TOKENS))
+
+
+@pytest.mark.parametrize("config", [{}, {"shard_optimizer_state": True}], ids=str)
+@on_ranks(2)
+def test_a_forward_that_writes_to_weights_by_its_samples_is_refused(config: dict[str, Any]) -> None:
+    # Replicas went on with other weights, as they do under torch's DistributedDataParallel.
+    way = Way(replicas=2, config=config)
+    message = r"`0\.weight` is no longer the same on data-parallel ranks 0 and 1: its norm"
+    with training(Case(renormalising, tokens, token_step), way) as script, pytest.raises(UsageError, match=message):
+        script.run(0)

@@ -94,6 +94,18 @@ class Remembering(Stack):
         return super().forward(x) + WIDTH * len(self.seen)
 
 
+class Tabled(Stack):
+    """Keeps what a function has computed, as BEiT, DINOv3 and RT-DETR of transformers do with tables of positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + positions(len(x)))
+
+
+@functools.lru_cache
+def positions(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float64, device="cpu")[:, None] / size
+
+
 def scripted() -> nn.Module:
     return nn.Sequential(block(), torch.jit.script(block()), block())
 
@@ -166,6 +178,21 @@ class Decoding(Stack):
         return outputs.mean(1)
 
 
+class Querying(Stack):
+    """Repeats a table of queries for each sample, as the DETRs of transformers and MaskFormers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Embedding(3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.weight.unsqueeze(0).repeat(len(x), 1, 1)
+        hidden = torch.zeros_like(queries)
+        for layer in self.layers:
+            hidden = layer(hidden + queries + x[:, None])
+        return hidden.mean(1)
+
+
 def summing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Sum losses up in a tensor, as losses of several parts and auxiliary losses are."""
     loss = torch.tensor(0.0, dtype=x.dtype)
@@ -180,9 +207,17 @@ SPLIT = Way(pipeline=4, placement=5, config={"pipeline": "zero_bubble"})
 ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
     # Parameters were NaN on the ranks that do not hold them.
     "weights as values": (Reused, mse_step, PLACED),
+    "a weight that is repeated for each sample": (Querying, mse_step, EVENLY),
+    "a weight that is repeated, randomly placed": (Querying, mse_step, SPLIT),
     "custom Functions in modules without weights": (swishing, mse_step, PLACED),
     "tracing leaves no hooks and nothing in lists": (
         Remembering,
+        mse_step,
+        replace(PLACED, placement=None, traced=True),
+    ),
+    # The trial of the step is done with tensors without data, which the function gave in training, too.
+    "tracing leaves nothing in the caches of functions": (
+        Tabled,
         mse_step,
         replace(PLACED, placement=None, traced=True),
     ),

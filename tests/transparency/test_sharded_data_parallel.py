@@ -19,7 +19,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
-from tests.models import MODELS, WIDTH, Case, Stack, TiedFunctional, mse_step, singles, token_step, tokens
+from tests.models import MODELS, WIDTH, Case, Stack, TiedFunctional, mse_step, singles, token_step, tokens, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks
 from tests.train import (
@@ -195,6 +195,21 @@ def penalized(model: Any, x: Tensor) -> Tensor:
     loss = (slope.norm(dim=-1) - 1).square().mean() + y.square().mean()
     model.backward(loss)
     return loss
+
+
+def keep(module: Any) -> None:
+    """For `prepare`: keep blocks gathered after their backward, from the first pass on."""
+
+    def before(root: Any, _args: object) -> None:
+        root.set_reshard_after_backward(False)
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(before)
+
+
+def test_weights_that_are_kept_are_new_after_an_update_outside_of_steps() -> None:
+    # The second forward found the first one's.
+    same(CASE, way_of(stepwise=False, microbatches=1, prepare=keep), like=way_of(stepwise=False, microbatches=1))
 
 
 @on_ranks(2)
@@ -543,6 +558,26 @@ def test_layers_that_each_rank_drops_for_itself_are_refused() -> None:
     """Ranks computed with parts of each other's layers, and said nothing."""
     message = "the layers that ran differ between data-parallel ranks 0 and 1: `layers.1` against `layers.0`"
     with training(Case(Dropping, tokens, token_step), way_of()) as script, pytest.raises(UsageError, match=message):
+        script.run(0)
+
+
+class Masked(nn.Linear):
+    """Sets weights to 0 in its forward, as the convolutions of PixelCNNs do; others clamp or shorten them there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.weight.new_ones(WIDTH, WIDTH).tril()
+        return super().forward(x)
+
+
+def masked() -> nn.Module:
+    return nn.Sequential(*[Masked(WIDTH, WIDTH) for _ in range(3)])
+
+
+@on_ranks(2)
+def test_a_forward_that_writes_to_weights_is_refused() -> None:
+    # The next pass gathered the weights as they were before.
+    message = r"`0\.weight` was written to in a forward, which sharded data parallelism would lose"
+    with training(Case(masked, vectors, mse_step), way_of()) as script, pytest.raises(UnsupportedError, match=message):
         script.run(0)
 
 

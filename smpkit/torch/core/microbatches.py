@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -128,11 +128,29 @@ def _split(argument: _Argument, value: Any, count: int, device: torch.device) ->
     inside = children(value)
     if inside is None:
         return [value] * count
+    if isinstance(value, list) and count > 1:
+        _refuse_samples(argument, value)
     parts = {
         key: _split(argument._replace(name=f"{argument.name}[{key!r}]"), child, count, device)
         for key, child in inside.items()
     }
     return [rebuild(value, {key: part[index] for key, part in parts.items()}) for index in range(count)]
+
+
+def _refuse_samples(argument: _Argument, value: list[Any]) -> None:
+    """Refuse a list of samples, each with its own number of boxes, say: a part of each would go to each microbatch."""
+    axis = argument.axis or 0
+    sizes = {each.shape[axis]: None for each in tensors_in(value) if -each.dim() <= axis < each.dim()}
+    if len(sizes) > 1:
+        first, second, *_ = sizes
+        raise UsageError(
+            f"`{argument.name}` is a list with tensors of {first} and of {second} elements along axis {axis}, along"
+            " which each tensor is cut into microbatches: it looks like a list of samples",
+            hint=f"{_SAMPLES}; or pass tensors that belong to no sample in arguments of their own",
+        )
+
+
+_SAMPLES: Final = "a list of samples cuts itself, if its class has a method `smp_slice(num_mb, mb, axis)`"
 
 
 def _split_tensor(
@@ -153,8 +171,7 @@ def _split_tensor(
         raise UsageError(
             f"batch size {size} (argument `{name}`, axis {axis}) is not divisible by {count} microbatches",
             hint="use DataLoader(drop_last=True) and a batch size that is a multiple of `microbatches`,"
-            " or name the argument in non_split_inputs; a list of samples cuts itself, if its class has a method"
-            " `smp_slice(num_mb, mb, axis)`",
+            f" or name the argument in non_split_inputs; {_SAMPLES}",
         )
     part = size // count
     # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.

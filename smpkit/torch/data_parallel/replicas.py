@@ -1,4 +1,4 @@
-"""Make data-parallel replicas equal: check that they are the same model, then copy the first one's values."""
+"""Make data-parallel replicas equal: check that they are the same model, copy the first one's values, compare later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.objects import gather_objects
-from smpkit.torch.placement.placement import Placement
+from smpkit.torch.placement.placement import ParameterPlacement, Placement
 
 Source = tuple[dist.ProcessGroup, int]
 """A group, and the index in it of the rank whose values all get."""
@@ -75,6 +75,44 @@ def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, Source]], what: str)
             # Into the same memory: the model, gradients and the optimizer's groups all refer to these objects.
             # As torch's own DDP does. The name is private.
             dist._broadcast_coalesced(group, together, _MESSAGE_BYTES, index)  # type: ignore[attr-defined]
+
+
+def check_same_weights(placements: Iterable[ParameterPlacement]) -> None:
+    """Raise on all replicas of a weight if its norm has become another on one of them; all ranks call this.
+
+    A forward that writes to weights by its samples (`nn.Embedding(max_norm=...)`, an ActNorm that its first batch
+    initialises) writes other values in each replica, and updates keep the difference.
+    """
+    by_group: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
+    for each in placements:
+        if each.replica_group is not None and each.parameter.requires_grad:
+            by_group.setdefault(each.replica_group, {})[each.name] = each.parameter
+    for group, weights in by_group.items():
+        norms = gather_objects(norms_of_weights(weights.values()).tolist(), group, "the comparison of weights")
+        for index, name in enumerate(weights):
+            first, *others = [each[index] for each in norms]
+            for rank, norm in enumerate(others, 1):
+                if abs(norm - first) > _ROUNDING * max(norm, first):
+                    ranks = dist.get_process_group_ranks(group)
+                    raise UsageError(
+                        f"`{name}` is no longer the same on data-parallel ranks {ranks[0]} and {ranks[rank]}: its norm"
+                        f" is {first:g} and {norm:g}",
+                        hint="change weights alike on all ranks: not in a forward by what its samples are"
+                        " (`nn.Embedding(max_norm=...)`, a first batch that initialises), nor on one rank alone",
+                    )
+
+
+_ROUNDING: Final = 1e-3
+"""Far more than devices of different kinds make of the same updates in ten steps."""
+
+
+@torch.no_grad()
+def norms_of_weights(weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of each, on their device."""
+    # Summed in float32 at least.
+    wide = [(each, torch.promote_types(each.dtype, torch.float32)) for each in weights]
+    norms = [torch.linalg.vector_norm(each, dtype=dtype).float() for each, dtype in wide]
+    return torch.stack(norms) if norms else torch.empty(0, device=state.device)
 
 
 def _describe(module: nn.Module, placement: Placement) -> tuple[list[str], list[str]]:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
@@ -33,7 +34,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
-from smpkit.torch.data_parallel.replicas import check_same, check_same_model
+from smpkit.torch.data_parallel.replicas import check_same, check_same_model, norms_of_weights
 from smpkit.torch.data_parallel.sharded_parameters import is_registered, set_shard_attributes
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.init import extra_group
@@ -132,18 +133,44 @@ class ShardedDataParallel(DataParallel):
         module.register_forward_hook(self._end_forward)
         self._ran: list[str] = []
         """The blocks that have run with gradients since the last update."""
-        self._comparisons_left = 10
-        """Updates before which ranks compare what ran: layers that are left out at random differ in the first of them,
-        and a comparison makes the host wait for the device."""
-        self._notes = [
-            module.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, name or "the model"))
-            for name, each in module.named_modules()
-            if isinstance(each, FSDPModule)
-        ]
+        self._norms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Of the weights that each of them gathers: before and after its last forward."""
+        self._updates_left = 10
+        """Updates before which ranks look at what forwards did: layers that are left out at random differ in the first,
+        and to look makes the host wait for the device."""
+        blocks = {name: block for name, block in module.named_modules() if _is_block(block)}
+        # Inner blocks come later, and gather their weights by themselves.
+        block_of = {weight: name for name, each in blocks.items() for weight in each.parameters()}
+        divided = {name: block_of[each] for name, each in now.items() if isinstance(each, DTensor)}
+        self._gathered = {block: [name for name, own in divided.items() if own == block] for block in blocks}
+        self._notes: list[RemovableHandle] = []
+        for name, block in blocks.items():
+            self._notes.append(block.register_forward_pre_hook(functools.partial(self._note_begin, name)))
+            # Before torch's own hook, which frees what the block has gathered.
+            self._notes.append(block.register_forward_hook(functools.partial(self._note_end, name), prepend=True))
 
-    def _note(self, name: str, *_: object) -> None:
+    def _note_begin(self, name: str, *_: object) -> None:
         if torch.is_grad_enabled():
-            self._ran.append(name)
+            self._ran.append(name or "the model")
+            norms = norms_of_weights(map(self._root.get_parameter, self._gathered[name]))
+            self._norms[name] = norms, norms
+
+    def _note_end(self, name: str, *_: object) -> None:
+        if torch.is_grad_enabled():
+            norms = norms_of_weights(map(self._root.get_parameter, self._gathered[name]))
+            self._norms[name] = self._norms[name][0], norms
+
+    def _refuse_written(self) -> None:
+        """Refuse forwards that write to weights: these are copies, which `fully_shard` frees."""
+        for name, (before, after) in self._norms.items():
+            for weight, is_written in zip(self._gathered[name], (before != after).tolist(), strict=True):
+                if is_written:
+                    raise UnsupportedError(
+                        f"`{weight}` was written to in a forward, which sharded data parallelism would lose: it gathers"
+                        " weights anew for each pass",
+                        hint="write to it between steps (`parameter.data.mul_(mask)` after `optimizer.step()`), or let"
+                        " the forward compute with another tensor (`self.weight * self.mask`)",
+                    )
 
     def replace_parameters_of(self, optimizer: Any) -> None:
         """Put the divided parameters into an optimizer that was made with the whole ones, and divide its states."""
@@ -196,6 +223,9 @@ class ShardedDataParallel(DataParallel):
                 each.reshard()
 
     def end_accumulation(self) -> None:
+        # An update changes the parts. Where blocks stay gathered after a backward, the next forward of one outside of a
+        # step would find the weights of before.
+        self._reshard(may_go_backward=False)
         # A gather takes what the others send: parts of another block, if they run another one.
         ran, self._ran = self._ran, []
         if ran:
@@ -206,8 +236,9 @@ class ShardedDataParallel(DataParallel):
                 "calls",
                 "run the same layers on all ranks: set `layerdrop` and its like to 0, or draw from a common seed",
             )
-            self._comparisons_left -= 1
-            if not self._comparisons_left:
+            self._refuse_written()
+            self._updates_left -= 1
+            if not self._updates_left:
                 for hook in self._notes:
                     hook.remove()
         passes = self._reduction.passes_per_reduction
@@ -233,8 +264,9 @@ class ShardedDataParallel(DataParallel):
         self._failed = True
         if _FREED in str(error):
             error.add_note(
-                "an earlier backward had freed these weights: for a gradient penalty (create_graph=True) call"
-                " `model.get_module().set_reshard_after_backward(False)`, which keeps all blocks until the step ends"
+                "these weights had been freed, by an earlier backward or because a layer's output was changed in place"
+                " (write `y = y + x`, not `y += x`); for a gradient penalty (create_graph=True) call"
+                " `model.get_module().set_reshard_after_backward(False)`, which keeps all blocks until the update"
             )
 
     def _refuse_after_failure(self) -> None:
@@ -249,6 +281,11 @@ class ShardedDataParallel(DataParallel):
 def _with_whole_arguments(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the model whole tensors where a script made DTensors, as by `weight.new_zeros` for a first hidden state."""
     return map_leaves(full_tensor_of, (args, kwargs))
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Return whether a module gathers weights by itself."""
+    return isinstance(module, FSDPModule)
 
 
 _FREED: Final = "out of bounds for storage of size 0"

@@ -29,7 +29,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.status import begin_layer
 from smpkit.torch.core.stream_seeds import Seeds, mix
 from smpkit.torch.pipeline.parameters import refuse_as_data
-from smpkit.torch.pipeline.stage_tensor import Current, StageTensor
+from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, microbatch_between_units
 
 DRAWING: Final = frozenset(
     {
@@ -48,8 +48,11 @@ _FACTORIES: Final = frozenset(
         *("new_zeros", "new_ones", "new_empty", "new_full"),
     }
 )
-_WATCHED: Final = DRAWING | _FACTORIES | {"__set__"}
-"""What the mode looks at. Torch shows the setter of `data` to modes only, not to `__torch_function__` of classes."""
+_WATCHED: Final = DRAWING | _FACTORIES | frozenset({"__set__", "repeat"})
+"""What the mode looks at. Torch shows the setter of `data` to modes only, not to `__torch_function__` of classes.
+
+`repeat` makes queries for each sample of a weight (`queries.weight.unsqueeze(0).repeat(batch, 1, 1)` in DETRs).
+"""
 _STAGE_TENSORS: Final = (StageTensor,)
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
@@ -210,6 +213,9 @@ class _OperationStreams(TorchFunctionMode):
                 if Current.microbatch is not None:
                     Current.microbatch.note_fresh(fresh)
                 return fresh
+            elif name == "repeat":
+                if (microbatch := microbatch_between_units()) and microbatch.stage.weight_of(args[0]) is not None:
+                    return microbatch.run_operation(func, name, args, kwargs or {})
             elif self._random.draws_by_calls():
                 return self._random.run(name, True, func, args, kwargs or {})
         if types == _STAGE_TENSORS:  # a shortcut: torch's dispatcher would call this next

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
@@ -74,10 +75,23 @@ def run_fake(root: nn.Module, step: TrialStep) -> None:
         return fake_of_model(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
 
     args, kwargs = map_tensors(fake, arguments)
-    with restoring_model(root, fake_of_model), mode:
-        TrialStep(step.body, args, kwargs)()
+    try:
+        with restoring_model(root, fake_of_model), mode:
+            TrialStep(step.body, args, kwargs)()
+    finally:
+        _clear_caches_of_fakes()
 
 
+def _clear_caches_of_fakes() -> None:
+    """Clear the caches of functions that have kept a fake tensor: tables of positions, in models of transformers."""
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper:
+            kept = [value for value in gc.get_referents(each) if isinstance(value, _CACHED)]
+            if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(kept)):
+                each.cache_clear()
+
+
+_CACHED: Final = (torch.Tensor, tuple, list, dict)
 _MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
 
 

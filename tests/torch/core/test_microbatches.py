@@ -88,12 +88,18 @@ def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
     ("value", "options", "message"),
     [
         (torch.zeros(5), {}, r"batch size 5 \(argument `x`, axis 0\) is not divisible by 2 microbatches"),
-        ([torch.zeros(4), torch.zeros(3)], {}, r"batch size 3 \(argument `x\[1\]`, axis 0\)(.|\n)*`smp_slice\("),
+        # As DETRs of transformers take them; each microbatch would get a half of the boxes of each picture.
+        (
+            [{"boxes": torch.zeros(4, 4)}, {"boxes": torch.zeros(2, 4)}],
+            {},
+            r"`x` is a list with tensors of 4 and of 2 elements along axis 0(.|\n)*`smp_slice\(",
+        ),
+        ([torch.zeros(3, 8), torch.zeros(3, 8)], {}, r"batch size 3 \(argument `x\[0\]`, axis 0\)(.|\n)*`smp_slice\("),
         (torch.zeros(4), {"input_split_axes": {"x": 1}}, r"`x` has shape \(4,\) and no axis 1 to split"),
         (torch.zeros(2, 4), {"input_split_axes": {"x": -3}}, r"shape \(2, 4\) and no axis -3 to split"),
         (DataLoader([1]), {}, "`x` of `plain` is a DataLoader"),  # type: ignore[arg-type]
     ],
-    ids=["indivisible", "samples", "axis", "negative axis", "loader"],
+    ids=["indivisible", "samples", "pictures", "axis", "negative axis", "loader"],
 )
 def test_what_cannot_be_cut_is_named(value: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
