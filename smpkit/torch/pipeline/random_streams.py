@@ -70,7 +70,7 @@ _pop_mode: Final[Callable[[], Any]] = torch._C._pop_torch_function_stack
 _push_mode: Final[Callable[[Any], None]] = torch._C._push_on_torch_function_stack
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 16)
 def _key_of(name: str) -> int:
     """Return the name of a call in 64 mixed bits."""
     return mix(0, zlib.crc32(name.encode()))

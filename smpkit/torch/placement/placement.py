@@ -214,7 +214,7 @@ def placement_of(tensor: torch.Tensor) -> ParameterPlacement:
     return record
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 10)
 def _ranks_on(mesh: Mesh, own: int, pp_ranks: frozenset[int], any_tp: bool, replica_step: int) -> tuple[int, ...]:
     """Return the global ranks on `pp_ranks`, of rank `own`'s tp_rank or any, in every `replica_step`-th replica."""
     mine = mesh.coordinates(own)

@@ -16,7 +16,6 @@ from smpkit.errors import UsageError
 from smpkit.torch.core import offloader
 from smpkit.torch.core.offloader import Offloader, Parked
 from tests.torch.recompute.layers import WIDTH, Call, Layer, batch, plainly, same
-from tests.torch.steps import wrap
 
 
 def sine(layer: Any, x: Tensor) -> Tensor:
@@ -274,7 +273,8 @@ def test_what_one_layer_returns_and_the_next_takes_is_the_same_tensor(keeper: No
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("strategy", "layers"), [("each", "0123"), ("group_3", "03"), ("contiguous", "0")])
 def test_the_keeper_learns_the_paths_of_layers(keeper: Noting, strategy: str, layers: str) -> None:
-    model = wrap(nn.Sequential(nn.Sequential(*[block() for _ in range(4)])))
+    smp.init({})  # `wrap` would take the keeper away, where a model of before is shut down
+    model = smp.DistributedModel(nn.Sequential(nn.Sequential(*[block() for _ in range(4)])))
     smp.set_activation_checkpointing(model.get_module().get_submodule("0"), strategy=strategy)
     model(torch.randn(3, WIDTH)).sum().backward()
     assert [(name, len(tensors)) for name, tensors in keeper.parked] == [(f"0.{layer}", 1) for layer in layers]
