@@ -8,7 +8,6 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError, UsageError
 from smpkit.plan import mesh as mesh_module
 from smpkit.plan.mesh import CommGroup, Mesh
-from tests.plan.graphs import SETTINGS
 
 MP, DP, TP = CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP
 PP, RDP, WORLD = CommGroup.PP_GROUP, CommGroup.RDP_GROUP, CommGroup.WORLD
@@ -82,7 +81,6 @@ meshes = st.builds(Mesh, st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)
 
 
 @given(meshes)
-@SETTINGS
 def test_trap_18_identities_of_the_sizes(mesh: Mesh) -> None:
     assert mesh.pp_size * mesh.dp_size == mesh.size
     sizes = {MP: mesh.pp_size * mesh.tp_size, DP: mesh.dp_size, TP: mesh.tp_size, PP: mesh.pp_size, RDP: mesh.rdp_size}
@@ -91,7 +89,6 @@ def test_trap_18_identities_of_the_sizes(mesh: Mesh) -> None:
 
 
 @given(meshes)
-@SETTINGS
 def test_every_kind_of_group_partitions_the_world_in_rank_order(mesh: Mesh) -> None:
     for kind in CommGroup:
         found = mesh.groups(kind)
@@ -102,13 +99,11 @@ def test_every_kind_of_group_partitions_the_world_in_rank_order(mesh: Mesh) -> N
 
 
 @given(meshes)
-@SETTINGS
 def test_places_and_ranks_are_each_others_inverse(mesh: Mesh) -> None:
     assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
 
 
 @given(meshes)
-@SETTINGS
 def test_a_tensor_group_lies_within_its_model_and_its_data_group(mesh: Mesh) -> None:
     for rank in range(mesh.size):
         assert set(mesh.group(TP, rank)) == set(mesh.group(MP, rank)) & set(mesh.group(DP, rank))

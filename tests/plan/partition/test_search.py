@@ -10,7 +10,6 @@ from smpkit.errors import ConfigError
 from smpkit.plan.partition.assignment import Assignment, Load, UnitCost
 from smpkit.plan.partition.search import assign, partition
 from tests.plan.counted import lines_of
-from tests.plan.graphs import SETTINGS
 
 
 def layers(num_layers: int, num_bytes: int = 10, flops: float = 1.0) -> list[UnitCost]:
@@ -95,7 +94,6 @@ def test_chunks_are_placed_by_hand() -> None:
     num_partitions=st.integers(1, 3),
     num_chunks=st.integers(2, 3),
 )
-@SETTINGS
 def test_no_cut_makes_the_dearest_chunk_cheaper(flops: list[int], num_partitions: int, num_chunks: int) -> None:
     num_parts = num_partitions * num_chunks
     if len(flops) < num_parts:
@@ -194,7 +192,6 @@ def random_units(draw: st.DrawFn) -> list[UnitCost]:
 
 
 @given(units=random_units(), num_partitions=st.integers(1, 4), memory_weight=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
-@SETTINGS
 def test_no_contiguous_cut_has_a_cheaper_worst_part(
     units: list[UnitCost], num_partitions: int, memory_weight: float
 ) -> None:
@@ -222,7 +219,6 @@ def test_no_contiguous_cut_has_a_cheaper_worst_part(
 
 
 @given(units=random_units(), num_partitions=st.integers(1, 4))
-@SETTINGS
 def test_every_partition_gets_a_unit_or_the_error_says_why(units: list[UnitCost], num_partitions: int) -> None:
     if len(units) < num_partitions:
         with pytest.raises(ConfigError, match="too few"):

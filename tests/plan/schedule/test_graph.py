@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from smpkit.plan.schedule.graph import Kind, Need, ScheduleError, Segment, SegmentGraph, Transfer
-from tests.plan.graphs import ENCODER_DECODER, IDLE_RANK, SETTINGS, TIED_HEAD, U_NET, graphs
+from tests.plan.graphs import ENCODER_DECODER, IDLE_RANK, TIED_HEAD, U_NET, graphs
 
 A, B, A1 = Segment(0, 0), Segment(1, 0), Segment(0, 1)
 
@@ -66,7 +66,6 @@ def test_gradients_travel_back_along_differentiable_transfers_only() -> None:
 
 
 @given(graph=graphs())
-@SETTINGS
 def test_what_one_action_sends_another_receives(graph: SegmentGraph) -> None:
     for kind in Kind:
         sent = sorted(t for segment in graph.segments for t in graph.sends(kind, segment))

@@ -11,7 +11,7 @@ from smpkit.plan.schedule.search import bounds_of, interleaved, simple
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.templates import one_f_one_b
 from tests.plan.counted import lines_of
-from tests.plan.graphs import NAMED, SETTINGS, TIED_HEAD, costs_of, graphs
+from tests.plan.graphs import NAMED, TIED_HEAD, costs_of, graphs
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,6 @@ def test_zero_bubble_holds_no_more_than_1f1b_does_at_its_peak(num_ranks: int, nu
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 5), active=st.integers(1, 6))
-@SETTINGS
 def test_zero_bubble_is_never_slower_than_interleaved_and_that_not_than_simple(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int, active: int
 ) -> None:
@@ -197,7 +196,6 @@ def test_common_graphs_run_with_every_policy(graph: SegmentGraph, num_microbatch
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 5), active=st.integers(1, 6))
-@SETTINGS
 def test_any_graph_gets_a_proven_schedule_within_the_cap(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int, active: int
 ) -> None:
@@ -210,7 +208,6 @@ def test_any_graph_gets_a_proven_schedule_within_the_cap(
 
 
 @given(data=st.data(), graph=graphs())
-@SETTINGS
 def test_the_same_question_gets_the_same_answer(data: st.DataObject, graph: SegmentGraph) -> None:
     costs = data.draw(costs_of(graph))
     again = SegmentGraph(graph.num_ranks, tuple(sorted(graph.segments)), graph.transfers, graph.has_backward)
