@@ -17,10 +17,6 @@ from typing import Any
 from tests.leftovers import processes_with
 
 LAUNCHERS = ("torchrun", "mpirun")
-_RANKS = {
-    "torchrun": "sagemaker_smpkit_processes_per_host",
-    "mpirun": "sagemaker_mpi_num_of_processes_per_host",
-}
 
 
 @dataclass
@@ -58,10 +54,11 @@ class Job:
         code.mkdir(parents=True, exist_ok=True)
         if self.source is not None:
             (code / self.script).write_text(self.source, encoding="utf-8")
+        is_mpi = self.launcher == "mpirun"
         values = {
             "sagemaker_program": self.script,
-            "sagemaker_mpi_enabled": self.launcher == "mpirun",
-            _RANKS[self.launcher]: self.ranks,
+            "sagemaker_mpi_enabled": is_mpi,
+            "sagemaker_mpi_num_of_processes_per_host" if is_mpi else "sagemaker_smpkit_processes_per_host": self.ranks,
             **self.hyperparameters,
         }
         encoded = {name: json.dumps(value) for name, value in values.items()}
