@@ -324,9 +324,9 @@ def test_the_first_process_of_a_container_reaps_what_ranks_have_orphaned(tmp_pat
 # ---- stopping ------------------------------------------------------------------------------------------------------
 
 
-SAVING = (
-    RANK
-    + """
+def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
+    """mpirun would have killed it after a second."""
+    saving = """
 import signal
 def save(*_):
     time.sleep(3)
@@ -334,14 +334,7 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 """
-    + READY
-    + "time.sleep(600)\n"
-)
-
-
-def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
-    """mpirun would have killed it after a second."""
-    job = make_job(SAVING)
+    job = make_job(RANK + saving + READY + "time.sleep(600)\n")
     done = job.stopped_by(signal.SIGTERM)
     assert (done.code, done.failure) == (0, ""), done.err
     job.wait_for_files("saved", timeout=0)
