@@ -100,10 +100,6 @@ if __name__ == "__main__":
     assert done.lines(0) == ["spawn 42", "fork 42", "exit handler ran"]
 
 
-TAKEN = [*"log local master node rdzv nproc start run max h np x host : *".split(), "a b"]  # noqa: SIM905
-"""Options of torchrun or mpirun, or beginnings of some."""
-
-
 @pytest.mark.slow
 def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make_job: MakeJob) -> None:
     """Without a port race or a host name."""
@@ -122,6 +118,8 @@ def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make
     assert [command for address, command in ours.items() if not address.startswith("0100007F:")] == []
 
 
+TAKEN = [*"log local master node rdzv nproc start run max h np x host : *".split(), "a b"]  # noqa: SIM905
+"""Options of torchrun or mpirun, or beginnings of some."""
 AWKWARD = {
     **dict.fromkeys(TAKEN, "1"),
     "colon": ":",
