@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.leftovers import kill_processes_of
 
@@ -38,8 +38,9 @@ NAMES = {
 }
 
 # How many examples hypothesis draws: `--hypothesis-profile many` is for whoever changes what they are drawn for.
-settings.register_profile("few", max_examples=40)
-settings.register_profile("many", max_examples=150)
+# Machines that run tests are shared: a slow example is no failure, the timeout of the test is.
+for name, number in (("few", 40), ("many", 150)):
+    settings.register_profile(name, max_examples=number, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("few")
 
 # Hundreds of processes import smpkit: where Python is told to keep no bytecode, each would compile it for a second.

@@ -55,10 +55,9 @@ def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 
 def _run(blocks: Sequence[Block], folder: Path) -> None:
-    page = blocks[0].page if blocks else None
-    if page is None:
+    if not blocks:
         return
-    for given in (_GIVEN / "common", _GIVEN / _name(page).removeprefix("docs/").replace("/", "-")):
+    for given in (_GIVEN / "common", _GIVEN / _name(blocks[0].page).removeprefix("docs/").replace("/", "-")):
         if given.is_dir():
             shutil.copytree(given, folder, dirs_exist_ok=True)
     if any("examples/" in block.text for block in blocks):
@@ -132,7 +131,6 @@ def _run_console(block: Block, folder: Path) -> None:
 
 def _found(command: str) -> str:
     """Return a command with the names of this run's temporary folders, where the page has those of another."""
-
     return re.sub(r"/tmp/(smpkit-[\w-]+-)\w{8}\b", r'"$(echo "$TMPDIR"/\1*)"', command)
 
 

@@ -26,7 +26,9 @@ def loss_of(output: str) -> set[str]:
     return set(re.findall(r"loss (\d+\.\d{4})", output))
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, *arguments: str) -> str:
+    """Run Python in a folder; return what it said."""
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -53,25 +55,21 @@ def test_both_pages_show_one_script() -> None:
 def test_the_script_trains_as_before_over_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(script("-"), encoding="utf-8")
     (tmp_path / "train.py").write_text(script("+"), encoding="utf-8")
-    plain = run(tmp_path, sys.executable, "plain.py")
-    cut = run(tmp_path, sys.executable, "-m", *commands(README, "smpkit run train.py"))
+    plain = run(tmp_path, "plain.py")
+    cut = run(tmp_path, "-m", *commands(README, "smpkit run train.py"))
     assert "pipeline 2 × tensor 1 × data 1" in cut
     assert loss_of(plain) == loss_of(cut)
     assert len(loss_of(cut)) == 1
-    report = json.loads(run(tmp_path, sys.executable, "-m", "smpkit", "report", "--json"))
+    report = json.loads(run(tmp_path, "-m", "smpkit", "report", "--json"))
     assert [curve["name"] for curve in report["curves"]] == ["loss"]
     (tmp_path / "plain.py").unlink()
-    assert commands(INDEX, "smpkit init") == ["smpkit", "init"]
-    assert commands(INDEX, "smpkit plan job.yaml") == ["smpkit", "plan", "job.yaml"]
-    assert commands(INDEX, "smpkit run job.yaml") == ["smpkit", "run", "job.yaml"]
-    for words in (["init"], ["plan", "job.yaml"]):
-        run(tmp_path, sys.executable, "-m", "smpkit", *words)
-    assert loss_of(run(tmp_path, sys.executable, "-m", "smpkit", "run", "job.yaml")) == loss_of(plain)
+    for command in ("smpkit init", "smpkit plan job.yaml"):
+        run(tmp_path, "-m", *commands(INDEX, command))
+    assert loss_of(run(tmp_path, "-m", *commands(INDEX, "smpkit run job.yaml"))) == loss_of(plain)
     [told] = re.findall(r"The degrees go into the script: `(smp\.init\(.*?\))`", INDEX.read_text(encoding="utf-8"))
     (tmp_path / "train.py").write_text(script("+").replace("smp.init()", told), encoding="utf-8")
-    assert loss_of(
-        run(tmp_path, sys.executable, "-m", "torch.distributed.run", *commands(INDEX, "torchrun")[1:])
-    ) == loss_of(plain)
+    torchrun = run(tmp_path, "-m", "torch.distributed.run", *commands(INDEX, "torchrun")[1:])
+    assert loss_of(torchrun) == loss_of(plain)
 
 
 def test_the_page_stays_short() -> None:

@@ -17,10 +17,6 @@ from typing import Any
 from tests.leftovers import processes_with
 
 LAUNCHERS = ("torchrun", "mpirun")
-_RANKS = {
-    "torchrun": "sagemaker_smpkit_processes_per_host",
-    "mpirun": "sagemaker_mpi_num_of_processes_per_host",
-}
 
 
 @dataclass
@@ -58,10 +54,11 @@ class Job:
         code.mkdir(parents=True, exist_ok=True)
         if self.source is not None:
             (code / self.script).write_text(self.source, encoding="utf-8")
+        is_mpi = self.launcher == "mpirun"
         values = {
             "sagemaker_program": self.script,
-            "sagemaker_mpi_enabled": self.launcher == "mpirun",
-            _RANKS[self.launcher]: self.ranks,
+            "sagemaker_mpi_enabled": is_mpi,
+            "sagemaker_mpi_num_of_processes_per_host" if is_mpi else "sagemaker_smpkit_processes_per_host": self.ranks,
             **self.hyperparameters,
         }
         encoded = {name: json.dumps(value) for name, value in values.items()}
@@ -84,10 +81,11 @@ class Job:
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
         )
 
-    def finish(self, process: subprocess.Popen[str], began: float, timeout: float = 150) -> Finished:
-        """Wait for the launcher and check that nothing of its job is left."""
+    def finish(self, process: subprocess.Popen[str]) -> Finished:
+        """Wait for the launcher and check that nothing of its job is left; the seconds are those of waiting."""
+        began = time.monotonic()
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=150)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
@@ -98,8 +96,8 @@ class Job:
         text = failure.read_text(encoding="utf-8") if failure.exists() else ""
         return Finished(process.returncode, out, err, text, seconds)
 
-    def run(self, timeout: float = 150) -> Finished:
-        return self.finish(self.start(), time.monotonic(), timeout)
+    def run(self) -> Finished:
+        return self.finish(self.start())
 
     @contextmanager
     def running(self, until: str = "ready") -> Iterator[subprocess.Popen[str]]:
@@ -115,9 +113,8 @@ class Job:
     def stopped_by(self, number: int) -> Finished:
         """Run it until all ranks are ready, and send the launcher a signal; the seconds are those after that."""
         with self.running() as process:
-            began = time.monotonic()
             process.send_signal(number)
-            return self.finish(process, began)
+            return self.finish(process)
 
     def wait_for_files(self, name: str, timeout: float = 150) -> None:
         deadline = time.monotonic() + timeout

@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,44 +20,25 @@ MakeJob = Callable[..., Job]
 
 RANK = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
 READY = "open(f'ready-{rank}', 'w').close()\n"
-GLOO = (
-    RANK
-    + """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-"""
-)
-# All ranks are there, however late they came; from here on nobody waits longer than two seconds.
-SHORT_OF_TIME = (
-    GLOO
-    + """
-import datetime
-group = dist.new_group(); dist.barrier()
-group.set_timeout(datetime.timedelta(seconds=2))
-"""
-)
+GLOO = RANK + "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
 
 
 @pytest.fixture(params=LAUNCHERS)
 def make_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
     """Make a job for each of the launchers."""
-
-    def make(source: str | None, **settings: object) -> Job:
-        return Job(tmp_path / "base", request.param, source, **settings)  # type: ignore[arg-type]
-
-    return make
+    return partial(Job, tmp_path / "base", request.param)
 
 
 @pytest.fixture(params=["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def make_any_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
     """Make a job for one of the launchers, for what is the same code for both."""
-    return lambda source, **settings: Job(tmp_path / "base", request.param, source, **settings)
+    return partial(Job, tmp_path / "base", request.param)
 
 
 @pytest.fixture
 def make_mpi_job(tmp_path: Path) -> MakeJob:
     """Make a job for mpirun, which starts fast; for what has nothing to do with the launcher."""
-    return lambda source, **settings: Job(tmp_path / "base", "mpirun", source, **settings)
+    return partial(Job, tmp_path / "base", "mpirun")
 
 
 # ---- success -------------------------------------------------------------------------------------------------------
@@ -119,10 +100,6 @@ if __name__ == "__main__":
     assert done.lines(0) == ["spawn 42", "fork 42", "exit handler ran"]
 
 
-TAKEN = [*"log local master node rdzv nproc start run max h np x host : *".split(), "a b"]  # noqa: SIM905
-"""Options of torchrun or mpirun, or beginnings of some."""
-
-
 @pytest.mark.slow
 def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make_job: MakeJob) -> None:
     """Without a port race or a host name."""
@@ -132,7 +109,7 @@ def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make
     with job.running() as process:
         listening = job.listening()
         (job.base / "code" / "end").touch()
-        done = job.finish(process, time.monotonic())
+        done = job.finish(process)
     assert done.code == 0, done.err
     assert done.lines(0) == done.lines(1) == ["3"]
     # Open MPI's own daemon listens everywhere, and no option of it says otherwise.
@@ -141,6 +118,8 @@ def test_ranks_of_a_local_job_meet_and_listen_at_the_loopback_address_alone(make
     assert [command for address, command in ours.items() if not address.startswith("0100007F:")] == []
 
 
+TAKEN = [*"log local master node rdzv nproc start run max h np x host : *".split(), "a b"]  # noqa: SIM905
+"""Options of torchrun or mpirun, or beginnings of some."""
 AWKWARD = {
     **dict.fromkeys(TAKEN, "1"),
     "colon": ":",
@@ -285,11 +264,20 @@ def test_rank_that_left_early_is_named(make_any_job: MakeJob) -> None:
 
 def test_rank_that_hangs_is_named_with_the_place(make_any_job: MakeJob) -> None:
     """The others' collective times out at the configured deadline; the hung rank is asked where it is."""
-    source = SHORT_OF_TIME + "def forgotten():\n    time.sleep(600)\nif rank == 1: forgotten()\ndist.barrier(group)\n"
-    done = make_any_job(source).run()
+    # All ranks are there, however late they came; from here on nobody waits longer than two seconds.
+    hang = """
+import datetime
+group = dist.new_group(); dist.barrier()
+group.set_timeout(datetime.timedelta(seconds=2))
+def forgotten():
+    time.sleep(600)
+if rank == 1: forgotten()
+dist.barrier(group)
+"""
+    done = make_any_job(GLOO + hang).run()
     assert done.code == 1, done.err
     assert "(rank 0, exit 1)" in done.err
-    assert 'rank 1 was still running, here:\n  File "train.py", line 11, in forgotten' in done.err
+    assert 'rank 1 was still running, here:\n  File "train.py", line 10, in forgotten' in done.err
     assert done.seconds < 300  # far less than the sleep
 
 
@@ -334,9 +322,9 @@ def test_the_first_process_of_a_container_reaps_what_ranks_have_orphaned(tmp_pat
 # ---- stopping ------------------------------------------------------------------------------------------------------
 
 
-SAVING = (
-    RANK
-    + """
+def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
+    """mpirun would have killed it after a second."""
+    saving = """
 import signal
 def save(*_):
     time.sleep(3)
@@ -344,14 +332,7 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 """
-    + READY
-    + "time.sleep(600)\n"
-)
-
-
-def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
-    """mpirun would have killed it after a second."""
-    job = make_job(SAVING)
+    job = make_job(RANK + saving + READY + "time.sleep(600)\n")
     done = job.stopped_by(signal.SIGTERM)
     assert (done.code, done.failure) == (0, ""), done.err
     job.wait_for_files("saved", timeout=0)
@@ -392,10 +373,9 @@ def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
 def test_killed_mpirun_ends_the_run(make_mpi_job: MakeJob) -> None:
     job = make_mpi_job(RANK + READY + "time.sleep(600)\n")
     with job.running() as process:
-        began = time.monotonic()
         [mpirun] = [pid for pid, command in job.processes().items() if "--host localhost:2" in command]
         os.kill(mpirun, signal.SIGKILL)
-        done = job.finish(process, began)
+        done = job.finish(process)
     assert done.code == 137, done.err
     assert "mpirun was killed by SIGKILL, though no rank failed" in done.err
     assert done.seconds < 300
@@ -405,12 +385,16 @@ def test_killed_mpirun_ends_the_run(make_mpi_job: MakeJob) -> None:
 
 
 OPTIONS = "sagemaker_mpi_custom_mpi_options"
-SEED_OPTIONS = "--mca btl_vader_single_copy_mechanism none "
 
 
 @pytest.mark.parametrize(
     "options",
-    [SEED_OPTIONS, "-verbose --mca orte_base_help_aggregate 0", "-x FOO=1 --bind-to none", "--NCCL_DEBUG=INFO"],
+    [
+        "--mca btl_vader_single_copy_mechanism none ",
+        "-verbose --mca orte_base_help_aggregate 0",
+        "-x FOO=1 --bind-to none",
+        "--NCCL_DEBUG=INFO",
+    ],
     ids=["the documented one", "of the SDK's examples", "same as ours", "AWS's own form"],
 )
 def test_custom_mpi_options_work(make_mpi_job: MakeJob, options: str) -> None:

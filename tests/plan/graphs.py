@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from smpkit.plan.schedule.actions import Costs
@@ -16,9 +15,6 @@ def carrying(num_bytes: int, graph: SegmentGraph) -> SegmentGraph:
     messages = (replace(each, num_bytes=num_bytes * each.is_message) for each in graph.transfers)
     return replace(graph, transfers=tuple(messages))
 
-
-# Machines that run tests are shared; a slow example is no failure, the timeout of the test is.
-SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 TIED_HEAD = SegmentGraph.path([Segment(0, 0), Segment(1, 0), Segment(2, 0), Segment(3, 0), Segment(0, 1)])
 ENCODER_DECODER = SegmentGraph(

@@ -18,8 +18,6 @@ from tests.plan.graphs import carrying
 from tests.plan.tune.models import gpt
 
 SPEED = Speed(1e14, LinkSpeed(2e10, 2e10), 1e-5, 1e-10)
-
-
 SIMPLE: dict[str, Any] = {"pipeline": "simple", "active_microbatches": 8}
 EVEN = gpt(11)
 """Four stages of three layers, or two and the head."""

@@ -8,7 +8,6 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import ConfigError, UsageError
 from smpkit.plan import mesh as mesh_module
 from smpkit.plan.mesh import CommGroup, Mesh
-from tests.plan.graphs import SETTINGS
 
 MP, DP, TP = CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP
 PP, RDP, WORLD = CommGroup.PP_GROUP, CommGroup.RDP_GROUP, CommGroup.WORLD
@@ -33,7 +32,7 @@ EIGHT_RANKS = [
 @pytest.mark.parametrize(
     ("strategy", "places", "pp", "tp", "rdp", "mp", "dp"), EIGHT_RANKS, ids=[r[0] for r in EIGHT_RANKS]
 )
-def test_trap_18_rank_tables_of_eight_ranks(
+def test_eight_ranks_are_placed_as_documented(
     strategy: str, places: str, pp: str, tp: str, rdp: str, mp: str, dp: str
 ) -> None:
     mesh = Mesh(2, 2, 2, strategy)
@@ -43,7 +42,7 @@ def test_trap_18_rank_tables_of_eight_ranks(
         assert set(mesh.groups(kind)) == set(groups(expected)), kind
 
 
-def test_trap_18_rank_table_of_sixteen_ranks() -> None:
+def test_sixteen_ranks_are_placed_as_documented() -> None:
     mesh = Mesh(2, 4, 2)
     assert mesh.groups(TP) == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
     assert mesh.groups(PP)[:5] == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12))
@@ -62,7 +61,7 @@ def test_trap_18_rank_table_of_sixteen_ranks() -> None:
     ],
     ids=["2-spread", "2-cluster", "4-spread", "4-cluster"],
 )
-def test_trap_18_documented_tables_without_tensor_parallelism(
+def test_ranks_are_placed_as_documented_without_tensor_parallelism(
     partitions: int, strategy: str, mp: str, dp: str | None
 ) -> None:
     mesh = Mesh(partitions, 1, 8 // partitions, strategy)
@@ -82,33 +81,20 @@ meshes = st.builds(Mesh, st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)
 
 
 @given(meshes)
-@SETTINGS
-def test_trap_18_identities_of_the_sizes(mesh: Mesh) -> None:
+def test_groups_of_a_kind_have_one_size_and_partition_the_world_in_rank_order(mesh: Mesh) -> None:
     assert mesh.pp_size * mesh.dp_size == mesh.size
-    sizes = {MP: mesh.pp_size * mesh.tp_size, DP: mesh.dp_size, TP: mesh.tp_size, PP: mesh.pp_size, RDP: mesh.rdp_size}
-    for kind, size in sizes.items():
-        assert {len(group) for group in mesh.groups(kind)} == {size}
-
-
-@given(meshes)
-@SETTINGS
-def test_every_kind_of_group_partitions_the_world_in_rank_order(mesh: Mesh) -> None:
-    for kind in CommGroup:
+    sizes = {PP: mesh.pp_size, TP: mesh.tp_size, RDP: mesh.rdp_size, DP: mesh.dp_size, WORLD: mesh.size}
+    for kind, size in {**sizes, MP: mesh.pp_size * mesh.tp_size}.items():
         found = mesh.groups(kind)
+        assert {len(group) for group in found} == {size}
         assert sorted(rank for group in found for rank in group) == list(range(mesh.size))
         assert all(list(group) == sorted(group) for group in found)
         for rank in range(mesh.size):
             assert mesh.group(kind, rank)[mesh.index(kind, rank)] == rank
-
-
-@given(meshes)
-@SETTINGS
-def test_places_and_ranks_are_each_others_inverse(mesh: Mesh) -> None:
     assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
 
 
 @given(meshes)
-@SETTINGS
 def test_a_tensor_group_lies_within_its_model_and_its_data_group(mesh: Mesh) -> None:
     for rank in range(mesh.size):
         assert set(mesh.group(TP, rank)) == set(mesh.group(MP, rank)) & set(mesh.group(DP, rank))

@@ -12,7 +12,7 @@ from smpkit.plan.memory import ModelFacts, UnitFacts, memory_of_rank
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.offload.simulate import Forecast, forecast
 from smpkit.plan.offload.work import LinkSpeed
-from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import assign
 from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
@@ -34,24 +34,19 @@ _MODEL = ModelFacts("Net", tuple(UnitFacts(cost, ()) for cost in _COSTS), {}, ()
 """Six equal layers, each checkpointed: 10 operations, a boundary of 1000 bytes and 200 more that stays."""
 
 
-def _assignment(places: list[int]) -> Assignment:
-    return assign(_COSTS, max(places) + 1, {f"layer{i}": place for i, place in enumerate(places)}, 0)
-
-
-def _timeline(num_ranks: int, num_microbatches: int) -> Timeline:
-    """Each rank's layers take 10 s per layer forward and 30 s backward."""
+def _timeline(num_ranks: int) -> Timeline:
+    """Eight microbatches, of which each layer takes 10 s forward and 30 s backward."""
     graph = SegmentGraph.chain(num_ranks)
     seconds = {Segment(rank, 0): 60.0 / num_ranks for rank in range(num_ranks)}
     costs = Costs(seconds, {segment: 3 * forward for segment, forward in seconds.items()})
-    make = simple(graph, num_microbatches) if num_ranks == 1 else interleaved(graph, num_microbatches, num_microbatches)
-    return simulate(make, costs)
+    return simulate(simple(graph, 8) if num_ranks == 1 else interleaved(graph, 8, 8), costs)
 
 
 def _forecast(num_ranks: int, bytes_per_second: float, model: ModelFacts = _MODEL) -> tuple[Forecast, ...]:
     per_rank = 6 // num_ranks
     runs = {Segment(rank, 0): model.costs[rank * per_rank :][:per_rank] for rank in range(num_ranks)}
     speed = Speed(1.0, LinkSpeed(bytes_per_second, bytes_per_second))
-    return forecast(_timeline(num_ranks, 8), runs, 4, speed)
+    return forecast(_timeline(num_ranks), runs, 4, speed)
 
 
 def test_fast_link_hides_everything_and_little_stays() -> None:
@@ -65,14 +60,14 @@ def test_fast_link_hides_everything_and_little_stays() -> None:
     assert first.back_bytes == first.out_bytes - 2 * _BOUNDARY  # the last two are held when their backward comes
     assert (last.resident_bytes, last.device_bytes) == (3 * _BOUNDARY, 2 * _BOUNDARY)
     assert first.needed_bytes_per_second == _BOUNDARY / 10
-    assert first.step_seconds == _timeline(2, 8).makespan_seconds
+    assert first.step_seconds == _timeline(2).makespan_seconds
 
 
 def test_slow_link_lets_compute_wait_and_says_what_would_do() -> None:
     slow = _forecast(1, 40)[0]
     assert slow.stall_seconds > 0
     assert slow.needed_bytes_per_second == 100
-    assert slow.step_seconds == pytest.approx(_timeline(1, 8).makespan_seconds + slow.stall_seconds)
+    assert slow.step_seconds == pytest.approx(_timeline(1).makespan_seconds + slow.stall_seconds)
 
 
 def test_a_step_without_checkpointed_layers_moves_nothing() -> None:
@@ -99,7 +94,7 @@ def test_layers_are_those_of_the_segments() -> None:
 def test_memory_of_a_rank_counts_boundaries_and_one_recomputation(
     offloaded: list[tuple[int, int] | None], boundaries: list[tuple[int, int]]
 ) -> None:
-    config, assignment = ModelParallelConfig(), _assignment([0, 0, 0, 1, 1, 1])
+    config, assignment = ModelParallelConfig(), assign(_COSTS, 2, {f"layer{i}": i // 3 for i in range(6)}, 0)
     held = [
         memory_of_rank(_MODEL, assignment, config, Mesh(2, 1, 1), [rank], 2 - rank, "sgd", offloaded[rank])
         for rank in (0, 1)

@@ -14,7 +14,6 @@ from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.templates import one_f_one_b
-from tests.plan.graphs import SETTINGS
 
 _WINDOWS = [Window(horizon=1), Window(horizon=4), Window(horizon=8), Window(1), Window(2), Window(4), Window(8)]
 _TABLE = {
@@ -138,7 +137,6 @@ def _steps(draw: st.DrawFn) -> tuple[tuple[LayerTask, ...], LinkSpeed]:
     st.builds(Window, st.none() | st.integers(1, 12), st.none() | st.integers(1, 5)),
     st.sampled_from([Rules(), Rules(is_planned=False), Rules(ring=2), Rules(False, ring=3)]),
 )
-@SETTINGS
 def test_any_step_obeys_the_rules(step: tuple[tuple[LayerTask, ...], LinkSpeed], window: Window, rules: Rules) -> None:
     work, link = step
     timeline = simulate_offload(work, link, window, rules=rules)

@@ -13,16 +13,16 @@ UNITS = [
     UnitCost("block", 40, 5, 6.0),
     UnitCost("head", 60, 5, 1.0, shared={"weight": 60}),
 ]
+TOGETHER = assignment_of(UNITS, {0: 0, 1: 1, 2: 0}, 2)
 
 
 def test_imbalance_is_worst_over_mean() -> None:
-    found = assignment_of(UNITS, {0: 0, 1: 1, 2: 0}, 2)
-    assert found.compute_imbalance == 6 / 4
+    assert TOGETHER.compute_imbalance == 6 / 4
     assert assignment_of([UnitCost("free")], {0: 0}, 2).compute_imbalance == 1
 
 
 def test_the_log_has_smp_v1s_heading_and_a_line_per_module() -> None:
-    assert assignment_of(UNITS, {0: 0, 1: 1, 2: 0}, 2).log_lines() == [
+    assert TOGETHER.log_lines() == [
         "Partition assignments:",
         "  embed: 0",
         "  block: 1",
@@ -31,20 +31,16 @@ def test_the_log_has_smp_v1s_heading_and_a_line_per_module() -> None:
 
 
 def test_units_are_found_both_ways() -> None:
-    found = assignment_of(UNITS, {0: 0, 1: 1, 2: 0}, 2)
-    assert found.partition_of == {"embed": 0, "block": 1, "head": 0}
-    assert found.names(0) == ("embed", "head")
+    assert TOGETHER.partition_of == {"embed": 0, "block": 1, "head": 0}
+    assert TOGETHER.names(0) == ("embed", "head")
 
 
 def test_json_gives_the_same_assignment_back() -> None:
-    found = assignment_of(UNITS, {0: 0, 1: 1, 2: 0}, 2)
-    assert Assignment.from_json(found.to_json()) == found
+    assert Assignment.from_json(TOGETHER.to_json()) == TOGETHER
 
 
 def change(key: str, value: Any) -> str:
-    content = json.loads(assignment_of(UNITS, {0: 0, 1: 1, 2: 0}, 2).to_json())
-    content[key] = value
-    return json.dumps(content)
+    return json.dumps({**json.loads(TOGETHER.to_json()), key: value})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smpkit.plan.partition.cut import cut
-from tests.plan.graphs import SETTINGS
 
 
 def split(items: list[int], num_parts: int) -> list[int]:
@@ -29,7 +28,6 @@ def test_ties_are_broken_for_balance(items: list[int], num_parts: int, ends: lis
 
 
 @given(items=st.lists(st.integers(0, 9), min_size=1, max_size=8), num_parts=st.integers(1, 4))
-@SETTINGS
 def test_no_cut_is_better(items: list[int], num_parts: int) -> None:
     num_parts = min(num_parts, len(items))
 

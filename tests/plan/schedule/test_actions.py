@@ -75,7 +75,3 @@ def changed(**values: Any) -> str:
 def test_text_that_is_no_schedule_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError):
         from_json(text)
-
-
-def test_a_schedule_prints_one_line_per_rank() -> None:
-    assert str(one_f_one_b(2, 2)) == "rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1"

@@ -8,7 +8,7 @@ from smpkit.plan.schedule.actions import Costs
 from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import bounds_of
-from tests.plan.graphs import IDLE_RANK, SETTINGS, carrying, costs_of, graphs
+from tests.plan.graphs import IDLE_RANK, carrying, costs_of, graphs
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 4), (2, 8), (4, 16), (8, 32)])
@@ -36,7 +36,6 @@ def test_a_free_graph_takes_no_time() -> None:
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 6), split=st.booleans())
-@SETTINGS
 def test_no_schedule_beats_the_bound(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int, split: bool
 ) -> None:

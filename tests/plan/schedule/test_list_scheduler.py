@@ -10,7 +10,7 @@ from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.plan.schedule.templates import looped
 from tests.plan.counted import lines_of
-from tests.plan.graphs import SETTINGS, TIED_HEAD, carrying, costs_of, graphs
+from tests.plan.graphs import TIED_HEAD, carrying, costs_of, graphs
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 17])
@@ -23,7 +23,6 @@ def test_caps_of_p_minus_rank_are_1f1b_exactly(num_ranks: int, num_microbatches:
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 6), split=st.booleans(), first=st.booleans())
-@SETTINGS
 def test_any_graph_with_any_caps_runs_and_keeps_to_them(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int, split: bool, first: bool
 ) -> None:
@@ -39,7 +38,6 @@ def test_any_graph_with_any_caps_runs_and_keeps_to_them(
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 6))
-@SETTINGS
 def test_microbatches_that_wait_for_weights_alone_leave_room_for_others(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int
 ) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.schedule.actions import Action, Schedule
-from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
+from smpkit.plan.schedule.graph import Segment, SegmentGraph
 from smpkit.plan.schedule.recorded_graph import peaks
 from smpkit.plan.schedule.templates import looped, one_f_one_b
 
@@ -20,16 +20,13 @@ def test_live_segments_are_weighed_by_what_they_keep() -> None:
     assert peaks(loop, unknown, {}) == list(loop.peak_live_microbatches)
 
 
-FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
-AT_ONCE = [(FORWARD, 0), (BACKWARD, 0), (WEIGHT, 0), (FORWARD, 1), (BACKWARD, 1), (WEIGHT, 1)]
-POSTPONED = [(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1), (WEIGHT, 0), (WEIGHT, 1)]
+AT_ONCE, POSTPONED = "F0 B0 W0 F1 B1 W1", "F0 B0 F1 B1 W0 W1"
 
 
-def live_on_last(actions: list[tuple[Kind, int]], *run: UnitCost) -> float:
-    """Return what the second of two ranks, which runs `actions` of two microbatches, holds at its peak."""
-    first = tuple(Action(kind, 0, microbatch) for kind in (FORWARD, BACKWARD) for microbatch in range(2))
-    last = tuple(Action(kind, 0, microbatch) for kind, microbatch in actions)
-    schedule = Schedule("written by hand", SegmentGraph.chain(2), 2, (first, last), (2, 2))
+def live_on_last(last: str, *run: UnitCost) -> float:
+    """Return what the second of two ranks, which runs the actions of `last`, holds at its peak."""
+    actions = tuple(tuple(map(Action.parse, each.split())) for each in ("F0 F1 B0 B1", last))
+    schedule = Schedule("written by hand", SegmentGraph.chain(2), 2, actions, (2, 2))
     return peaks(schedule, {Segment(rank, 0): run for rank in range(2)}, {})[1]
 
 

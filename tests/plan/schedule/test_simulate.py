@@ -12,7 +12,7 @@ from smpkit.plan.schedule.graph import ScheduleError, Segment, SegmentGraph, Tra
 from smpkit.plan.schedule.search import simple
 from smpkit.plan.schedule.simulate import Cause, IdleInterval, simulate
 from smpkit.plan.schedule.templates import one_f_one_b
-from tests.plan.graphs import IDLE_RANK, SETTINGS, costs_of, graphs
+from tests.plan.graphs import IDLE_RANK, costs_of, graphs
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (2, 8), (4, 8), (8, 16), (8, 32), (4, 2)])
@@ -72,7 +72,6 @@ def test_a_schedule_that_stands_still_is_refused() -> None:
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 5))
-@SETTINGS
 def test_spans_follow_the_list_without_overlap_and_idle_time_adds_up(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int
 ) -> None:

@@ -44,14 +44,9 @@ def some_limits(random: random.Random, layers: list[ChainLayer]) -> ChainLimits:
 
 
 def brute_force(layers: list[ChainLayer], limits: ChainLimits) -> float | None:
-    tried = (cost_of(layers, choices, limits) for choices in itertools.product(Choice, repeat=len(layers)))
-    options = [
-        cost.seconds
-        for cost, choices in zip(tried, itertools.product(Choice, repeat=len(layers)), strict=True)
-        if cost.fits(limits)
-        and all(each.input_bytes or choice is Choice.KEEP for each, choice in zip(layers, choices, strict=True))
-    ]
-    return min(options, default=None)
+    each_layer = [Choice if layer.input_bytes else [Choice.KEEP] for layer in layers]
+    costs = (cost_of(layers, choices, limits) for choices in itertools.product(*each_layer))
+    return min((cost.seconds for cost in costs if cost.fits(limits)), default=None)
 
 
 @pytest.mark.parametrize("count", [*range(1, 9), pytest.param(9, marks=pytest.mark.slow), 10])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +13,7 @@ from smpkit.plan.memory import ModelFacts, in_dtype
 from smpkit.plan.tune.calibration import Calibration
 from smpkit.plan.tune.chain import Choice
 from smpkit.plan.tune.machine import Machine, from_calibration
-from smpkit.plan.tune.predict import (
-    Job,
-    Prediction,
-    RuledOut,
-    layers_of,
-    predict,
-    usable_bytes,
-    with_choices,
-)
+from smpkit.plan.tune.predict import Job, Prediction, RuledOut, layers_of, predict, usable_bytes, with_choices
 from smpkit.plan.tune.search import search
 from tests.plan.tune.facts import facts
 from tests.plan.tune.models import MIB, gpt
@@ -119,12 +112,22 @@ def test_what_the_runtime_spends_on_actions_counts() -> None:
     assert slower.step_seconds - plain.step_seconds == pytest.approx(0.01 * 2 * (8 + 3), rel=0.05)
 
 
-def test_a_backward_that_computes_something_again_has_no_halves_that_cost_more() -> None:
-    where = replace(job(), models={1: with_costs(weight_products=10, recomputed_flops=1e9)})
+@pytest.mark.parametrize(
+    ("pipeline", "recomputed_flops", "seconds_per_unit"),
+    [("interleaved", 0, 0.0), ("zero_bubble", 0, 8 * 10 * 1e-3), ("zero_bubble", 1e9, 0.0)],
+    ids=["whole", "halves", "halves that compute something again"],
+)
+def test_only_a_backward_in_halves_costs_the_host_more_for_each_product_with_a_weight(
+    pipeline: str, recomputed_flops: float, seconds_per_unit: float
+) -> None:
+    where = replace(job(), models={1: with_costs(weight_products=10, recomputed_flops=recomputed_flops)})
     dear = replace(where, machine=machine(split_seconds=1e-3, is_asynchronous=False))
-    settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": "zero_bubble"}
+    settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
     plain, split = (a_prediction(each, **settings) for each in (where, dear))
-    assert split.step_seconds == plain.step_seconds
+    # The second stage splits its backward; the first one hands no gradient on.
+    assert plain.plan.assignment
+    more = len(plain.plan.assignment.names(1)) * seconds_per_unit
+    assert split.step_seconds - plain.step_seconds == pytest.approx(more, rel=0.05)
 
 
 def test_ranks_that_share_cores_wait_for_each_other() -> None:
@@ -167,39 +170,27 @@ def test_masters_are_held_in_half_precision_and_divided_by_sharding() -> None:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
+GRID: dict[str, tuple[Any, ...]] = {
+    "pipeline_parallel_degree": (1, 2, 4),
+    "tensor_parallel_degree": (1, 2),
+    "microbatches": (1, 2, 4, 8, 16, 32),
+    "pipeline": ("interleaved", "zero_bubble"),
+    "virtual_pipeline_degree": (1, 2),
+    "offload_activations": (False, True),
+    "shard_optimizer_state": (False, True),
+    "sharded_data_parallel_degree": (1, 2, 4),
+}
+
+
 @pytest.mark.parametrize("gib", [4.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (16.0, 3.0))])
 def test_nothing_that_the_schema_accepts_is_faster(gib: float) -> None:
     where = job(gib)
     found = search(where, {"prescaled_batch": True}, budget_seconds=1000)
-    best = None
-    for stages, degree, rounds, name, chunks, offload, states, shards in itertools.product(
-        (1, 2, 4), (1, 2), (1, 2, 4, 8, 16, 32), ("interleaved", "zero_bubble"), (1, 2), (False, True),
-        (False, True), (1, 2, 4),
-    ):  # fmt: skip
-        try:
-            config, _ = ModelParallelConfig.from_sources(
-                {
-                    "ddp": True,
-                    "prescaled_batch": True,
-                    "pipeline_parallel_degree": stages,
-                    "tensor_parallel_degree": degree,
-                    "microbatches": rounds,
-                    "pipeline": name,
-                    "virtual_pipeline_degree": chunks,
-                    "offload_activations": offload,
-                    "shard_optimizer_state": states,
-                    "sharded_data_parallel_degree": shards,
-                },
-                None,
-            )
-        except ConfigError:
-            continue
-        if config.world_problems(4):
-            continue
-        tried = predict(config, where)
-        if isinstance(tried, Prediction) and (best is None or tried.step_seconds < best.step_seconds):
-            best = tried
-    assert best is not None
+    tried = []
+    for values in itertools.product(*GRID.values()):
+        with suppress(ConfigError):
+            tried.append(predicted(where, prescaled_batch=True, **dict(zip(GRID, values, strict=True))))
+    best = min((each for each in tried if isinstance(each, Prediction)), key=lambda each: each.step_seconds)
     assert found.best[0].step_seconds <= 1.01 * best.step_seconds, (best.config.given(), found.best[0].config.given())
     assert found.unseen_gap == 0
 
@@ -268,17 +259,6 @@ def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
     found = predicted(job(samples=30), microbatches=8)
     assert isinstance(found, RuledOut)
     assert found.kind == "batch"
-
-
-def test_halves_of_a_backward_cost_the_host_more_for_each_product_with_a_weight() -> None:
-    where = replace(job(), models={1: with_costs(weight_products=10)})
-    dear = replace(where, machine=machine(split_seconds=1e-3, is_asynchronous=False))
-    for pipeline, more in (("interleaved", 0.0), ("zero_bubble", 8 * 10 * 1e-3)):
-        settings = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
-        plain, split = (a_prediction(each, **settings) for each in (where, dear))
-        # The second stage splits its backward; the first one hands no gradient on.
-        units_of_stage = len(plain.plan.assignment.names(1)) if plain.plan.assignment else 0
-        assert split.step_seconds - plain.step_seconds == pytest.approx(units_of_stage * more, rel=0.05)
 
 
 def test_of_configurations_with_one_prediction_the_first_is_shown() -> None:

@@ -26,10 +26,10 @@ FREE = LinkSpeed(math.inf, math.inf)
 KEEP, OFFLOAD, RECOMPUTE = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE
 
 
-def limits(device: float, forwards: float, **more: float) -> ChainLimits:
+def limits(device: float, forwards: float) -> ChainLimits:
     """Return the limits of one process whose link copies an input of `ALIKE` in so many forwards."""
     rate = 10 / forwards
-    return ChainLimits(1, device, more.get("host", 1e9), LinkSpeed(rate, rate), window_layers=5, overlaps=False)
+    return ChainLimits(1, device, 1e9, LinkSpeed(rate, rate), window_layers=5, overlaps=False)
 
 
 def test_compute_is_a_bound_of_the_simulated_time() -> None:

@@ -1,3 +1,3 @@
-from given import *
+from given_trained import *
 
 steps = 0
