@@ -267,7 +267,8 @@ class Containers:
 
 def _quietly(*arguments: str) -> None:
     """Run a command whose failure changes nothing: what is to be removed may be gone already."""
-    subprocess.run(["docker", *arguments], capture_output=True, timeout=_COMMAND_SECONDS, check=False)
+    with suppress(LaunchError):
+        docker(*arguments)
 
 
 def _mount(source: Path, target: str, read_only: bool) -> str:

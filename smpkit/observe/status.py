@@ -1,5 +1,8 @@
 """What a rank is doing, in one page of memory that its launcher reads: also after the rank was killed.
 
+It says also which setting would save a rank most that ran out of memory, by what it held. `smpkit plan --model` weighs
+the same changes by the simulated schedule, before anything runs (`smpkit.plan.tune.features`).
+
 The page is a mapped file. Writing to it is no system call, so it may happen in every step and at every layer; and the
 kernel keeps what was written when the process is gone, which a pipe or a log would have lost.
 """
@@ -9,13 +12,16 @@ from __future__ import annotations
 import json
 import mmap
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.observe.summary import KindBytes
-from smpkit.plan.remedy import Levers, memory_hint
+from smpkit.plan.tune.neighbours import memory_changes
+from smpkit.units import amount
 
 STATUS_DIR: Final = "SMPKIT_STATUS_DIR"
 """The folder for the pages of one host's ranks, set by their launcher."""
@@ -40,6 +46,25 @@ _ACTIONS: Final = {"F": "forward", "B": "backward", "W": "weight half of the bac
 
 def page_of(folder: Path, rank: int) -> Path:
     return folder / f"status-{rank}"
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What a job could still switch on to save memory.
+
+    Args:
+        replicas: ranks that hold the same weights.
+        settings: how a user would write each feature, by the feature's name.
+    """
+
+    replicas: int
+    settings: Mapping[str, str]
+
+    @classmethod
+    def of(cls, config: ModelParallelConfig, replicas: int, *, is_checkpointed: bool) -> Levers:
+        """Return what a configuration has not set."""
+        changes = memory_changes(config, replicas, can_checkpoint=True, is_checkpointed=is_checkpointed)
+        return cls(replicas, {change.feature: change.setting for change in changes if not change.is_on})
 
 
 class _Numbers(dict[str, int]):
@@ -129,15 +154,28 @@ class RankStatus:
     """Whether the step has ended and no other has begun."""
 
     def remedy(self, asked: int = 0) -> str:
-        """Return which setting would save most of what the rank held; empty if that is not known to help.
+        """Return the one setting that would save most of what the rank held; empty if that is not known to help.
 
         Args:
             asked: the bytes that could not be had. Between steps there are none of the activations that were held.
         """
         if self.held is None or self.levers is None or self.has_ended:
             return ""
-        kinds = {name: getattr(self.held, name) for name in ("weights", "gradients", "states", "activations")}
-        return memory_hint(self.levers, asked, **kinds)
+        held, settings = self.held, self.levers.settings
+        # A gradient is as large as its weight, and is not there yet in the first forward.
+        updated, divided = held.weights + max(held.weights, held.gradients), 1 - 1 / self.levers.replicas
+        saved = {
+            "checkpointing": held.activations,
+            "offloading": held.activations,
+            "sharding": round((updated + held.states) * divided),
+            "sharded states": round(held.states * divided),
+            "microbatches": held.activations // 2,
+        }
+        best = max((feature for feature in saved if feature in settings), key=saved.__getitem__)
+        if saved[best] < max(asked, 1):
+            return ""
+        up_to = "up to " if best in ("checkpointing", "offloading") else ""
+        return f"`{settings[best]}` saves most: {up_to}{amount(saved[best])} of this rank's memory"
 
 
 def read_status(folder: Path, rank: int) -> RankStatus | None:

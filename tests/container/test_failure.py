@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.observe.status import RankStatus
+from smpkit.observe.status import Levers, RankStatus
 from smpkit.observe.summary import KindBytes
-from smpkit.plan.remedy import Levers
 from smpkit_container.failure import explain, mpirun_failure, rank_failure, stop_failure
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RankError, RootCause

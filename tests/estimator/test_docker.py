@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,3 +145,19 @@ def test_a_run_takes_its_containers_and_its_network_away(tmp_path: Path, monkeyp
     commands = asked.read_text().splitlines()
     [name] = [command.split()[-1] for command in commands if command.startswith("network create")]
     assert commands.index(f"rm --force {name}-algo-1") < commands.index(f"network rm {name}")
+
+
+def test_a_run_has_a_result_although_the_engine_hangs_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recursive `chown` of large checkpoints can take longer than a command may, too."""
+    run, real = with_engine(tmp_path, monkeypatch, "true"), subprocess.run
+
+    def hanging(command: Sequence[str], **options: Any) -> Any:
+        if "rm" in command:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", hanging)
+    assert run.run().exit_code == 0
+    assert not (tmp_path / "run" / "hosts").exists()

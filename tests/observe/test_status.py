@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.observe.status import ACTION_CELL, LAYER_CELL, STATUS_DIR, RankStatus, StatusPage, page_of, read_status
+from smpkit.observe.status import (
+    ACTION_CELL,
+    LAYER_CELL,
+    STATUS_DIR,
+    Levers,
+    RankStatus,
+    StatusPage,
+    page_of,
+    read_status,
+)
 from smpkit.observe.summary import KindBytes
-from smpkit.plan.remedy import Levers
 from smpkit.torch.core import status
 
 HELD, PLANNED = KindBytes(weights=1, activations=2), KindBytes(weights=1)

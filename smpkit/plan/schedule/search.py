@@ -20,14 +20,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 from typing import Any, Final
 
 from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
-from smpkit.plan.schedule.tasks import Edge, Task, tasks_of
+from smpkit.plan.schedule.tasks import Edge, tasks_of
 from smpkit.plan.schedule.templates import looped
 
 _WORTH: Final = 0.002
@@ -102,45 +102,43 @@ class _Search:
         """Yield candidates, until no further one can be faster by enough."""
         bounds = bounds_of(self.graph, self.num_microbatches, self.costs, split)
         enough = bounds.step_seconds * (1 + _WORTH)
-        for candidate in self._split(bounds.full_pipe) if split else self._whole(bounds.full_pipe):
+        for candidate in self._split(bounds) if split else self._whole(bounds):
             yield candidate
             if candidate.seconds <= enough:
                 return
 
-    def _whole(self, full_pipe: Sequence[float]) -> Iterator[_Candidate]:
+    def _whole(self, bounds: Bounds) -> Iterator[_Candidate]:
         """Yield schedules with whole backwards: templates, then caps from few live microbatches to many."""
         yield from self._looped()
         groups = (1, self.graph.num_ranks) if self.graph.loop_chunks > 1 else (1,)  # that go round a loop together
-        for caps in filter(self._can_be_fast, _cap_choices(self.graph.depths, full_pipe, self.limit)):
-            for group in groups:
-                yield self._listed("interleaved", caps, group=group)
+        for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limit):
+            if self._can_be_fast(caps, bounds):
+                yield from (self._listed("interleaved", caps, group=group) for group in groups)
         if self.graph.has_backward and self.limit >= self.num_microbatches:
             # Where a microbatch comes back to ranks, an early backward can delay the last forward.
             all_forwards = simple(self.graph, self.num_microbatches, self.costs)
             yield from _simulated(replace(all_forwards, name="interleaved"), self.costs)
 
-    def _split(self, full_pipe: Sequence[float]) -> Iterator[_Candidate]:
+    def _split(self, bounds: Bounds) -> Iterator[_Candidate]:
         """Yield schedules with backwards in two halves, from few live microbatches to many."""
         choices: list[tuple[tuple[int, ...], Sequence[int] | None]] = list(self._postponing())
-        choices += [(caps, None) for caps in _cap_choices(self.graph.depths, full_pipe, self.limit)]
+        choices += [(caps, None) for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limit)]
         for caps, depths in sorted(choices, key=lambda choice: sum(choice[0])):
-            if self._can_be_fast(caps):
+            if self._can_be_fast(caps, bounds):
                 yield self._listed("zero_bubble", caps, split_backward=True, depths=depths)
 
-    def _can_be_fast(self, caps: Sequence[int]) -> bool:
+    def _can_be_fast(self, caps: Sequence[int], bounds: Bounds) -> bool:
         """Tell whether a schedule with these caps may be chosen; of a long chain hundreds of others may not.
 
         Each microbatch takes one of the places that the cap of rank 0 allows, for as long as it stays there.
         """
-        stay_seconds, too_slow_seconds = self._stay_and_limit
-        return self.num_microbatches * stay_seconds <= too_slow_seconds * caps[0]
+        return self.num_microbatches * bounds.stay_seconds <= self._too_slow_seconds * caps[0]
 
     @cached_property
-    def _stay_and_limit(self) -> tuple[float, float]:
-        """How long a microbatch stays on rank 0 at least, and how long a step takes that is not chosen."""
+    def _too_slow_seconds(self) -> float:
+        """How long a step takes that is not chosen."""
         depths = tuple(max(1, min(depth, self.limit)) for depth in self.graph.depths)
-        stay_seconds = _stay_seconds(tasks_of(self.graph, self.costs, split_backward=False), self.costs)
-        return stay_seconds, self._listed("interleaved", depths).seconds * (1 + _WORTH) ** 2
+        return self._listed("interleaved", depths).seconds * (1 + _WORTH) ** 2
 
     def _listed(self, name: str, caps: tuple[int, ...], **options: Any) -> _Candidate:
         """Make a schedule with the list scheduler."""
@@ -194,6 +192,8 @@ class Bounds:
 
     step_seconds: float
     """A time that no schedule can be faster than."""
+    stay_seconds: float
+    """How long a microbatch stays at least on rank 0, from its first action there on."""
     full_pipe: tuple[float, ...]
     """How many microbatches each rank must hold so that the busiest rank is never idle, if nothing ever queued."""
 
@@ -206,7 +206,24 @@ def bounds_of(graph: SegmentGraph, num_microbatches: int, costs: Costs, split_ba
     one round of link time.
     """
     tasks = tasks_of(graph, costs, split_backward)
-    heads, tails = _heads_and_tails(tasks, costs)
+    # An order in which tasks can run: they are numbered as forwards can; backwards run the other way round.
+    numbers = {kind: [number for number, task in enumerate(tasks) if task.kind is kind] for kind in Kind}
+    order = [*numbers[Kind.FORWARD], *reversed(numbers[Kind.BACKWARD]), *numbers[Kind.WEIGHT]]
+    heads, tails = [0.0] * len(tasks), [0.0] * len(tasks)  # before a task can start, and from its end to that of all
+    waits = [-inf] * len(tasks)  # from the begin of rank 0's first task; those that do not wait for it have none
+    for number in order:
+        task = tasks[number]
+        if task.kind is Kind.FORWARD and task.segment == Segment(0, 0):
+            waits[number] = 0.0
+        for edge in task.edges:
+            for begins in (heads, waits):
+                begin = begins[number] + task.seconds + _link_seconds(edge, costs)
+                begins[edge.target] = max(begins[edge.target], begin)
+    for number in reversed(order):
+        for edge in tasks[number].edges:
+            tail = _link_seconds(edge, costs) + tasks[edge.target].seconds + tails[edge.target]
+            tails[number] = max(tails[number], tail)
+    stays = [wait + task.seconds for wait, task in zip(waits, tasks, strict=True) if task.segment.rank == 0]
     ends = [head + task.seconds for head, task in zip(heads, tasks, strict=True)]
     step_seconds, work, live = max(ends, default=0.0), [], []
     for rank in range(graph.num_ranks):
@@ -217,41 +234,7 @@ def bounds_of(graph: SegmentGraph, num_microbatches: int, costs: Costs, split_ba
         live.append(max((ends[number] for number in own), default=0.0) - head)
         step_seconds = max(step_seconds, head + num_microbatches * work[-1] + tail)
     period = max(work)
-    return Bounds(step_seconds, tuple(seconds / period if period else 0.0 for seconds in live))
-
-
-def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float], list[float]]:
-    """Return for each task: the time before it can start, and the time from its end until everything has ended."""
-    heads, tails = [0.0] * len(tasks), [0.0] * len(tasks)
-    order = _order_of(tasks)
-    for number in order:
-        for edge in tasks[number].edges:
-            head = heads[number] + tasks[number].seconds + _link_seconds(edge, costs)
-            heads[edge.target] = max(heads[edge.target], head)
-    for number in reversed(order):
-        for edge in tasks[number].edges:
-            tail = _link_seconds(edge, costs) + tasks[edge.target].seconds + tails[edge.target]
-            tails[number] = max(tails[number], tail)
-    return heads, tails
-
-
-def _stay_seconds(tasks: tuple[Task, ...], costs: Costs) -> float:
-    """Return the time from the begin of rank 0's first task to the end of its last one that waits for it."""
-    ends: dict[int, float] = {}
-    for number in _order_of(tasks):
-        task = tasks[number]
-        if number not in ends and not (task.kind is Kind.FORWARD and task.segment == Segment(0, 0)):
-            continue
-        ends[number] = ends.get(number, 0.0) + task.seconds
-        for edge in task.edges:
-            ends[edge.target] = max(ends.get(edge.target, 0.0), ends[number] + _link_seconds(edge, costs))
-    return max((seconds for number, seconds in ends.items() if tasks[number].segment.rank == 0), default=0.0)
-
-
-def _order_of(tasks: tuple[Task, ...]) -> list[int]:
-    """Return an order in which tasks can run: they are numbered as forwards can; backwards run the other way round."""
-    numbers = {kind: [number for number, task in enumerate(tasks) if task.kind is kind] for kind in Kind}
-    return [*numbers[Kind.FORWARD], *reversed(numbers[Kind.BACKWARD]), *numbers[Kind.WEIGHT]]
+    return Bounds(step_seconds, max([0.0, *stays]), tuple(seconds / period if period else 0.0 for seconds in live))
 
 
 def _link_seconds(edge: Edge, costs: Costs) -> float:

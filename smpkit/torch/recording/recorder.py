@@ -42,10 +42,9 @@ from smpkit.observe.events import (
     WorkSpan,
 )
 from smpkit.observe.runs import EVENTS, RUN_DIR
-from smpkit.observe.status import STATUS_DIR
+from smpkit.observe.status import STATUS_DIR, Levers
 from smpkit.observe.summary import KindBytes
 from smpkit.plan.mesh import CommGroup
-from smpkit.plan.remedy import Levers
 from smpkit.plan.schedule.actions import Schedule, to_json
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b

@@ -116,6 +116,11 @@ def test_a_long_chain_tries_no_caps_that_must_be_slow(monkeypatch: pytest.Monkey
     assert len(search._cap_choices(range(1024, 0, -1), [1.0] * 1024, 512)) < 200
 
 
+def test_a_microbatch_stays_less_long_where_backwards_are_split() -> None:
+    found = interleaved(SegmentGraph.chain(6), 48, 6, Costs(1, 2, 1.9), split_backward=True)
+    assert found.caps == (5, 4, 4, 3, 3, 2)  # as fast as with 6 on rank 0
+
+
 @given(st.data(), graphs(), st.integers(1, 8), st.integers(1, 8), st.booleans())
 def test_caps_that_are_not_tried_would_not_be_chosen(
     data: st.DataObject, graph: SegmentGraph, num_microbatches: int, active: int, split: bool
