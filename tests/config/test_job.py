@@ -1,23 +1,20 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from smpkit.config.job import Checkpoints, JobConfig
-from smpkit.config.section import explain
 from tests.config.test_distribution import MPI, block
+from tests.config.test_section import problems_of
 
 
 def job(**fields: Any) -> JobConfig:
     return JobConfig.model_validate({"entry_point": "train.py", **fields})
 
 
-def problems(data: object) -> list[str]:
-    with pytest.raises(ValidationError) as caught:
-        JobConfig.model_validate(data)
-    return [str(problem).replace("\n    ", " ") for problem in explain(caught.value)]
+problems = partial(problems_of, JobConfig)
 
 
 def test_only_the_entry_point_is_required() -> None:
@@ -94,10 +91,7 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"output": "s3:team"}, "output: must be a folder or an S3 URI, which begins with `s3://`, got `s3:team`"),
         ({"checkpoints": "~/ck"}, "checkpoints: must be a folder or an S3 URI, and only a shell replaces `~`, got"),
         ({"distribution": {"processes_per_host": 2}}, "distribution.processes_per_host: belongs to the launcher"),
-        (
-            {"distribution": {"mpi": {"enabled": True, "parameters": {}}}},
-            "distribution.mpi.parameters: belongs to",
-        ),
+        ({"distribution": {"mpi": {"enabled": True, "parameters": {}}}}, "distribution.mpi.parameters: belongs to"),
         ({"framework_version": "2"}, "framework_version: is decided by the image hint: name an image in `image`"),
         ({"checkpoints": {"uri": "x", "url": "y"}}, "checkpoints.url: is called `uri` here"),
         ({"checkpoints": {"url": "y"}}, "checkpoints.url: is called `uri` here"),
