@@ -116,8 +116,7 @@ def planned(smpkit: Smpkit, *arguments: str, **parameters: Any) -> dict[str, Any
 @pytest.mark.usefixtures("folder")
 def test_a_job_shows_ranks_groups_and_schedule(smpkit: Smpkit) -> None:
     result = smpkit("-q", "plan", "job.yaml")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == REPORT
+    assert (result.exit_code, result.stdout, result.stderr) == (0, REPORT, "")
 
 
 def test_degrees_are_enough(smpkit: Smpkit) -> None:

@@ -56,9 +56,8 @@ def test_of_a_long_reason_the_class_of_the_error_is_seen(runs: list[Run], smpkit
     reason = "failed: smpkit.errors.RemoteError: rank 1 has ended and more than a line can hold"
     write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, reason))
     assert " failed: RemoteError: ra… " in smpkit("runs").stdout
-    assert " failed: RemoteError: rank 1 has ended and more than a line can hold " in (
-        smpkit("runs", env={"COLUMNS": "140"}).stdout
-    )
+    wide = smpkit("runs", env={"COLUMNS": "140"}).stdout
+    assert " failed: RemoteError: rank 1 has ended and more than a line can hold " in wide
 
 
 def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:

@@ -44,8 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_report_shows_plan_and_execution_to_one_scale(folder: Path, smpkit: Smpkit) -> None:
     result = smpkit("timeline", str(folder))
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == REPORT
+    assert (result.exit_code, result.stdout, result.stderr) == (0, REPORT, "")
 
 
 def test_json_holds_the_numbers(folder: Path, smpkit: Smpkit) -> None:

@@ -124,12 +124,10 @@ def test_each_layer_is_found_again_and_where_there_is_no_room_for_names_nothing_
     found = []
     for name in [*names, *names]:
         note(page, layer=name)
-        read = read_status(tmp_path, 0)
-        assert read is not None
-        found.append(read.layer)
-    fitting = next(number for number, layer in enumerate(found) if not layer)
+        found.append(read_status(tmp_path, 0))
+    fitting = found.index(RankStatus(-1))
     assert fitting > 500
-    assert found == [*names[:fitting], *[""] * (len(names) - fitting)] * 2
+    assert found == [RankStatus(-1, layer=name if i < fitting else "") for i, name in enumerate(names)] * 2
 
 
 def test_what_a_process_notes_is_on_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
