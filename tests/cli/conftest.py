@@ -41,12 +41,18 @@ distribution:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the seed job, made the current one."""
-    (tmp_path / "train.py").touch()
-    (tmp_path / "job.yaml").write_text(JOB)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, made the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    """The current folder, with the seed job."""
+    (here / "train.py").touch()
+    (here / "job.yaml").write_text(JOB)
+    return here
 
 
 Smpkit = Callable[..., Result]
@@ -54,12 +60,17 @@ Smpkit = Callable[..., Result]
 
 @pytest.fixture
 def smpkit(monkeypatch: pytest.MonkeyPatch) -> Smpkit:
-    """Run the command line in this process, and what needs torch in a fork that has it already."""
+    """Run the command line in this process, and what needs torch in a fork that has it already.
+
+    With `code`, the exit code must be that.
+    """
     forked = SimpleNamespace(run=run_module, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(_with_torch, "subprocess", forked)
 
-    def run(*arguments: str, **extra: Any) -> Result:
-        return CliRunner().invoke(cli, list(arguments), **extra)
+    def run(*arguments: str, code: int | None = None, **extra: Any) -> Result:
+        done = CliRunner().invoke(cli, list(arguments), **extra)
+        assert code in (None, done.exit_code), f"smpkit {arguments}: {done.exit_code}\n{done.output}"
+        return done
 
     return run
 

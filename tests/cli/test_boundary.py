@@ -24,6 +24,7 @@ from smpkit.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.cli.conftest import process
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -92,27 +93,23 @@ sys.exit(exit_code_of(action))
 """
 
 
+def shell(line: str) -> tuple[str, str]:
+    """Return what a line of bash prints to both streams; `python` is ours."""
+    command = ["bash", "-c", f'python() {{ "{sys.executable}" "$@"; }}\n{line}']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return done.stdout, done.stderr
+
+
 def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
-    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        os.read(process.stdout.fileno(), 10)
-        process.stdout.close()
-        error = process.stderr.read()
-        process.wait(150)
-    assert (process.returncode, error) == (1, b"")
+    assert shell(f"python -c '{SCRIPT}' | head -c 10; echo ${{PIPESTATUS[0]}}") == ("x" * 10 + "1\n", "")
 
 
 def test_streams_that_the_caller_closed_are_not_taken_by_files() -> None:
-    line = f"{sys.executable} -m smpkit schema <&- >&- 2>&-; echo $?"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=150, check=False)
-    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert shell("python -m smpkit schema <&- >&- 2>&-; echo $?") == ("0\n", "")
 
 
 def test_ctrl_c_while_the_command_line_loads_is_said_like_any_other(tmp_path: Path) -> None:
     """A `click` that is interrupted while it is imported stands in for the moment."""
     (tmp_path / "click.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-m", "smpkit", "schema"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    done = process("schema", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")

@@ -11,25 +11,15 @@ from tests.cli.conftest import Smpkit
 from tests.ranks import run_ranks
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.slow
 def test_real_ranks_measure_this_machine(folder: Path, smpkit: Smpkit) -> None:
-    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1")
-    assert done.exit_code == 0, done.stderr
+    smpkit("calibrate", "--ranks", "2", "--seconds", "1", code=0)
     found = read_calibration(folder / "calibration.json")
     assert (found.ranks, found.machine.host, found.machine.cores) == (2, this_machine().host, this_machine().cores)
     assert {each.dtype for each in found.matmul} >= {"float32", "bfloat16"}
     assert [each.num_bytes for each in found.messages] == [4096, 2**20, 16 * 2**20]
-    assert {(each.operation, each.ranks) for each in found.collectives} == {
-        ("all_reduce", 2),
-        ("all_gather", 2),
-        ("reduce_scatter", 2),
-    }
+    collectives = {each.operation: each.ranks for each in found.collectives}
+    assert collectives == {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 2}
     assert 0 < found.action_seconds < 1
     assert 0 < found.operation_seconds < 0.01
     assert 0 < found.split_seconds < 0.1
@@ -46,8 +36,7 @@ def measure_forked(ranks: int, seconds: float, path: Path) -> None:
 
 def test_a_single_rank_has_nobody_to_send_to(folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_measure", measure_forked)
-    done = smpkit("calibrate", "--ranks", "1", "--seconds", "1", "--output", "one.json")
-    assert done.exit_code == 0, done.stderr
+    done = smpkit("calibrate", "--ranks", "1", "--seconds", "1", "--output", "one.json", code=0)
     found = read_calibration(folder / "one.json")
     assert (found.messages, found.collectives) == ([], [])
     assert "float32 matmul" in done.stdout
@@ -58,7 +47,6 @@ def test_a_single_rank_has_nobody_to_send_to(folder: Path, smpkit: Smpkit, monke
 def test_ranks_that_fail_are_one_sentence(folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", "{}")  # of another job: it must not reach the ranks
     monkeypatch.setattr(calibrate, "_STARTING_SECONDS", -1)
-    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1.5")
-    assert done.exit_code == 1
+    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1.5", code=1)
     assert "error: the 2 ranks that measure were not done within 0.5 s" in done.stderr
     assert not (folder / "calibration.json").exists()

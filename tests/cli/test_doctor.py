@@ -20,8 +20,6 @@ MANAGED = MPI + "compute: {instance_type: ml.p4d.24xlarge}\n"
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """A machine without region, torch, mpirun, docker, compiler and GPU; write a job file of the text."""
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
     for name in ("CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(f"AWS_{name}", str(tmp_path / "none"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -36,14 +34,10 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
     return write
 
 
-def problems(text: str) -> list[str]:
-    return [finding["what"] for finding in json.loads(text) if finding["state"] == "problem"]
-
-
 def test_without_a_job_nothing_is_missing(bare: Callable[[str], str], smpkit: Smpkit) -> None:
     """Who only trains on a laptop was told that no AWS region is set, as a problem."""
-    result = smpkit("doctor")
-    assert (result.exit_code, result.stderr) == (0, "no problems\n")
+    result = smpkit("doctor", code=0)
+    assert result.stderr == "no problems\n"
     assert "– no AWS region is set" in result.stdout
     assert "– no GPU: ranks run on the CPU" in result.stdout
     assert "https://download.pytorch.org/whl/cpu" in result.stdout
@@ -55,15 +49,13 @@ def test_without_a_job_nothing_is_missing(bare: Callable[[str], str], smpkit: Sm
 def test_a_problem_is_what_the_job_needs(
     job: str, expected: list[str], bare: Callable[[str], str], smpkit: Smpkit
 ) -> None:
-    result = smpkit("doctor", bare(job), "--json")
-    assert result.exit_code == 1
-    assert problems(result.stdout) == expected
+    found = json.loads(smpkit("doctor", bare(job), "--json", code=1).stdout)
+    assert [finding["what"] for finding in found if finding["state"] == "problem"] == expected
 
 
 def test_everything_a_run_may_meet_is_looked_at(smpkit: Smpkit) -> None:
-    found = [finding["what"] for finding in json.loads(smpkit("doctor", "--json").stdout)]
-    for what in ("torch", "gpus", "mpirun", "docker", "compiler", "credentials"):
-        assert what in found
+    found = {finding["what"] for finding in json.loads(smpkit("doctor", "--json").stdout)}
+    assert found >= {"torch", "gpus", "mpirun", "docker", "compiler", "credentials"}
 
 
 def test_the_first_gpu_and_a_small_shared_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

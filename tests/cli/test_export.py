@@ -35,12 +35,11 @@ def test_a_process_of_its_own_does_the_work(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_what_is_wrong_is_one_sentence(checkpoint: Path, tmp_path: Path, smpkit: Smpkit) -> None:
-    result = smpkit("export", str(checkpoint), str(tmp_path / "out"), "--layout", "smp-v2")
-    assert result.exit_code == 2
+    result = smpkit("export", str(checkpoint), str(tmp_path / "out"), "--layout", "smp-v2", code=2)
     assert result.stderr.startswith("error: invalid value for `--layout`: `smp-v2` is not one of")
     (checkpoint / "model_0_0_0.safetensors").unlink()
-    result = smpkit("export", str(checkpoint), str(tmp_path / "out"))
-    assert (result.exit_code, result.stderr) == (1, f"error: {checkpoint / 'model_0_0_0.safetensors'} is missing\n")
+    result = smpkit("export", str(checkpoint), str(tmp_path / "out"), code=1)
+    assert result.stderr == f"error: {checkpoint / 'model_0_0_0.safetensors'} is missing\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -10,13 +10,12 @@ from tests.cli.conftest import Smpkit
 
 def test_it_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path, smpkit: Smpkit) -> None:
     folder = tmp_path / "new"
-    assert smpkit("init", str(folder)).exit_code == 0
+    smpkit("init", str(folder), code=0)
     assert sorted(path.name for path in folder.iterdir()) == ["job.yaml", "train.py"]
-    assert smpkit("validate", str(folder / "job.yaml")).exit_code == 0
+    smpkit("validate", str(folder / "job.yaml"), code=0)
     compile((folder / "train.py").read_text(), "train.py", "exec")
-    again = smpkit("init", str(folder))
-    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
-    assert smpkit("init", str(folder), "--force").exit_code == 0
+    assert "is there already" in smpkit("init", str(folder), code=2).stderr
+    smpkit("init", str(folder), "--force", code=0)
 
 
 @pytest.mark.parametrize(
@@ -33,29 +32,20 @@ def test_it_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path, s
     ],
 )
 def test_beside_scripts_it_writes_their_job_alone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    smpkit: Smpkit,
-    scripts: list[str],
-    arguments: list[str],
-    taken: str,
-    said: str,
+    here: Path, smpkit: Smpkit, scripts: list[str], arguments: list[str], taken: str, said: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in scripts:
         Path(name).write_text("own = 1")
-    done = smpkit("init", *arguments)
-    assert said in done.stderr
+    assert said in smpkit("init", *arguments).stderr
     job = yaml.safe_load(Path("job.yaml").read_text())
     assert (job["entry_point"], "hyperparameters" in job) == (taken, False)
-    assert smpkit("validate", "job.yaml").exit_code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*scripts, "job.yaml"])
+    smpkit("validate", "job.yaml", code=0)
+    assert sorted(path.name for path in here.iterdir()) == sorted([*scripts, "job.yaml"])
     assert {Path(name).read_text() for name in scripts} == {"own = 1"}
 
 
-def test_a_script_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("sample.py").touch()
+def test_a_script_that_is_not_there_is_named(here: Path, smpkit: Smpkit) -> None:
+    (here / "sample.py").touch()
     done = smpkit("init", "--entry-point", "sampel.py")
     assert (done.exit_code, done.stderr) == (2, "error: `sampel.py` is not a script\nhint: did you mean `sample.py`?\n")
 
@@ -72,5 +62,5 @@ def test_a_script_elsewhere_gets_its_job_file_there(
     assert (done.exit_code, sorted(Path().iterdir())) == (2, [Path("notes.txt")])
     assert done.stderr.endswith("hint: `smpkit init ../there --entry-point train.py`\n")
     assert smpkit("init", "--entry-point", "notes.txt").stderr == "error: `notes.txt` is not a script\n"
-    assert smpkit("init", "../there", "--entry-point", str(tmp_path / "there/train.py")).exit_code == 0
-    assert smpkit("validate", "../there/job.yaml").exit_code == 0
+    smpkit("init", "../there", "--entry-point", str(tmp_path / "there/train.py"), code=0)
+    smpkit("validate", "../there/job.yaml", code=0)

@@ -32,13 +32,10 @@ def test_a_column_without_an_entry_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
-def test_a_plan_fits_any_terminal_and_loses_nothing(
-    columns: int, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_fits_any_terminal_and_loses_nothing(columns: int, smpkit: Smpkit) -> None:
     """Sixteen microbatches were 152 columns wide, and groups of ranks broke inside a number."""
-    monkeypatch.setenv("COLUMNS", str(columns))
     options = ["--pp", "4", "--tp", "2", "--microbatches", "16", "--ranks", "64", "--hosts", "8"]
-    lines = smpkit("plan", *options).stdout.splitlines()
+    lines = smpkit("plan", *options, env={"COLUMNS": str(columns)}).stdout.splitlines()
     drawn = [line for line in lines if re.match(r"( *(pp|tp|rdp) \d|hosts|.. groups|  +\d|stage|live)", line)]
     assert max(map(len, drawn)) <= columns
     stage = " ".join(line[len("stage 0") :] for line in lines if line.startswith("stage 0")).split()

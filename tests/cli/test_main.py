@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -51,56 +50,30 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
     assert (command.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["valdate"], "error: no such command: `valdate`\nhint: did you mean `validate`?\n"),
-        (["zebra"], "error: no such command: `zebra`\nhint: `smpkit --help` shows the usage\n"),
-        (["--verison"], "error: no such option: `--verison`\nhint: did you mean `--version`?\n"),
-        (["run", "-n", "2", "train.py"], "error: no such option: `-n`\nhint: did you mean `--ranks`?\n"),
-        (
-            ["run", "-m", "a.train"],
-            (
-                "error: no such option: `-m`\nhint: name a script that holds "
-                "`import runpy; runpy.run_module('NAME', run_name='__main__')`\n"
-            ),
-        ),
-        (
-            ["run", "train.py", "--steps", "3"],
-            (
-                "error: no such option: `--steps`\n"
-                "hint: did you mean `--hosts`? `smpkit run SCRIPT -- --steps ...` gives it to the script\n"
-            ),
-        ),
-        (["validate", "--jsn", "x"], "error: no such option: `--jsn`\nhint: did you mean `--json`?\n"),
-        (
-            ["plan-offload-model", "--params", "7b"],
-            (
-                "error: invalid value for `--params`: `7b` is not a number from 1 to 1,000,000,000,000,000\n"
-                "hint: `smpkit plan-offload-model --help` shows the usage\n"
-            ),
-        ),
-        (["validate"], "error: missing argument `FILE`\nhint: `smpkit validate --help` shows the usage\n"),
-        (["\x1b[31m"], "error: no such command: `\\x1b[31m`\nhint: `smpkit --help` shows the usage\n"),
-    ],
-    ids=[
-        "command",
-        "unknown command",
-        "global option",
-        "of mpirun",
-        "of python",
-        "of a script",
-        "option",
-        "number",
-        "argument",
-        "escape",
-    ],
-)
-def test_wrong_usage_is_one_sentence_and_a_hint(arguments: list[str], error: str, smpkit: Smpkit) -> None:
-    result = smpkit(*arguments)
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", error)
+WRONG_USAGE = {
+    "valdate": "no such command: `valdate`\nhint: did you mean `validate`?",
+    "zebra": "no such command: `zebra`\nhint: `smpkit --help` shows the usage",
+    "--verison": "no such option: `--verison`\nhint: did you mean `--version`?",
+    "run -n 2 train.py": "no such option: `-n`\nhint: did you mean `--ranks`?",
+    "run -m a.train": "no such option: `-m`\nhint: name a script that holds "
+    "`import runpy; runpy.run_module('NAME', run_name='__main__')`",
+    "run train.py --steps 3": "no such option: `--steps`\n"
+    "hint: did you mean `--hosts`? `smpkit run SCRIPT -- --steps ...` gives it to the script",
+    "validate --jsn x": "no such option: `--jsn`\nhint: did you mean `--json`?",
+    "plan-offload-model --params 7b": "invalid value for `--params`: `7b` is not a number from 1 to "
+    "1,000,000,000,000,000\nhint: `smpkit plan-offload-model --help` shows the usage",
+    "validate": "missing argument `FILE`\nhint: `smpkit validate --help` shows the usage",
+    "\x1b[31m": "no such command: `\\x1b[31m`\nhint: `smpkit --help` shows the usage",
+}
 
 
+@pytest.mark.parametrize(("arguments", "error"), WRONG_USAGE.items(), ids=WRONG_USAGE)
+def test_wrong_usage_is_one_sentence_and_a_hint(arguments: str, error: str, smpkit: Smpkit) -> None:
+    result = smpkit(*arguments.split(), code=2)
+    assert (result.stdout, result.stderr) == ("", f"error: {error}\n")
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -113,16 +86,13 @@ def test_wrong_usage_is_one_sentence_and_a_hint(arguments: list[str], error: str
         ("runs some -n 3", "`--last` cannot be given beside the name of a run"),
         ("jobs --backend slurm --profile a --region b", "`--profile` and `--region` cannot be given for Slurm"),
         ("logs --backend slurm", "`--backend` cannot be given without the name of a job"),
-        ("report --backend slurm", "`--backend` cannot be given without the name of a job"),
+        ("report --backend slurm", "`--backend` cannot be given without the name of a job\nhint: `smpkit jobs"),
     ],
 )
-def test_an_option_that_a_command_cannot_use_is_refused(
-    arguments: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit
-) -> None:
+def test_an_option_that_a_command_cannot_use_is_refused(arguments: str, error: str, smpkit: Smpkit) -> None:
     """It was taken without a word."""
-    monkeypatch.chdir(tmp_path)
-    result = smpkit(*arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
+    result = smpkit(*arguments.split(), code=2)
+    assert result.stdout == ""
     assert result.stderr.startswith(f"error: {error}")
 
 

@@ -108,8 +108,7 @@ def zoo(folder: Path) -> Path:
 def planned(smpkit: Smpkit, *arguments: str, **parameters: Any) -> dict[str, Any]:
     """Return the plan of a file of parameters, `mp.json`, which stays."""
     Path("mp.json").write_text(json.dumps(parameters))
-    result = smpkit("plan", "mp.json", *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = smpkit("plan", "mp.json", *arguments, "--json", code=0)
     content: dict[str, Any] = json.loads(result.stdout)
     return content
 
@@ -117,8 +116,7 @@ def planned(smpkit: Smpkit, *arguments: str, **parameters: Any) -> dict[str, Any
 @pytest.mark.usefixtures("folder")
 def test_a_job_shows_ranks_groups_and_schedule(smpkit: Smpkit) -> None:
     result = smpkit("-q", "plan", "job.yaml")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == REPORT
+    assert (result.exit_code, result.stdout, result.stderr) == (0, REPORT, "")
 
 
 def test_degrees_are_enough(smpkit: Smpkit) -> None:
@@ -132,8 +130,7 @@ def test_degrees_are_enough(smpkit: Smpkit) -> None:
 
 def test_a_model_shows_its_parts_and_memory(zoo: Path, smpkit: Smpkit) -> None:
     arguments = ("--set", "distribution.smdistributed.modelparallel.parameters.tensor_parallel_degree=1")
-    result = smpkit("plan", "job.yaml", *arguments, "--model", "zoo:Net", "--memory-gib", "0.001")
-    assert result.exit_code == 1
+    result = smpkit("plan", "job.yaml", *arguments, "--model", "zoo:Net", "--memory-gib", "0.001", code=1)
     lines = result.stdout.splitlines()
     parts = "parts     of Net, by parameter sizes (as with skip_tracing)"
     assert f"{parts}; the slowest stage does 1.00 × the average work" in lines
@@ -216,8 +213,7 @@ def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_is_said(arguments: list[str], message: str, zoo: Path, smpkit: Smpkit) -> None:
-    result = smpkit("plan", *arguments)
-    assert result.exit_code == 2
+    result = smpkit("plan", *arguments, code=2)
     assert result.stdout == ""
     assert message in result.stderr
     assert "Traceback" not in result.stderr

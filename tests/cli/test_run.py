@@ -80,19 +80,16 @@ def test_a_script_runs_without_a_job_file(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_run_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit, arguments: list[str], message: str
+    here: Path, smpkit: Smpkit, arguments: list[str], message: str
 ) -> None:
-    write(tmp_path, "")
-    monkeypatch.chdir(tmp_path)
-    done = smpkit("run", *arguments)
-    assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml", "train.py"]
+    write(here, "")
+    assert message in smpkit("run", *arguments, code=2).stderr
+    assert sorted(path.name for path in here.iterdir()) == ["job.yaml", "train.py"]
 
 
 @pytest.mark.parametrize("command", ["validate", "plan", "submit"])
 def test_other_commands_say_what_to_do_with_a_script(tmp_path: Path, smpkit: Smpkit, command: str) -> None:
-    done = smpkit(command, str(tmp_path / "train.py"))
-    assert done.exit_code == 2
+    done = smpkit(command, str(tmp_path / "train.py"), code=2)
     assert "train.py: is a script\n    hint: `smpkit run " in done.stderr
 
 
@@ -157,18 +154,15 @@ def await_ranks(folder: Path, what: str = "ready") -> list[int]:
 
 
 @pytest.mark.parametrize("key", ["checkpoints", "output"])
-def test_two_runs_that_save_to_one_folder_are_refused(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit
-) -> None:
+def test_two_runs_that_save_to_one_folder_are_refused(key: str, here: Path, smpkit: Smpkit) -> None:
     """Each would have replaced and removed what the other had saved."""
-    write(tmp_path, "", KEPT)
-    monkeypatch.chdir(tmp_path)
-    with held(tmp_path / "mine", alone=key):
-        refused = smpkit("run", "job.yaml", "--set", f"{key}=mine")
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert f"error: another run saves its {key} to `{tmp_path / 'mine'}`\nhint: " in refused.stderr
+    write(here, "", KEPT)
+    with held(here / "mine", alone=key):
+        refused = smpkit("run", "job.yaml", "--set", f"{key}=mine", code=2)
+    assert refused.stdout == ""
+    assert f"error: another run saves its {key} to `{here / 'mine'}`\nhint: " in refused.stderr
     assert f"`--set {key}=FOLDER`" in refused.stderr
-    assert not (tmp_path / "runs").exists()
+    assert not (here / "runs").exists()
 
 
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["group", "pid"])
@@ -221,44 +215,35 @@ def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_options_of_the_image_are_refused_without_it(
-    tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = smpkit("run", "train.py", "--hosts", "2", "--base-image", "x", "--torch", "y")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert (
-        "`--hosts` and `--base-image` and `--torch` cannot be given without `--docker`\nhint: add `--docker`"
-        in result.stderr
-    )
+@pytest.mark.usefixtures("here")
+def test_options_of_the_image_are_refused_without_it(smpkit: Smpkit) -> None:
+    result = smpkit("run", "train.py", "--hosts", "2", "--base-image", "x", "--torch", "y", code=2)
+    said = "`--hosts` and `--base-image` and `--torch` cannot be given without `--docker`\nhint: add `--docker`"
+    assert (result.stdout, said in result.stderr) == ("", True)
 
 
-def test_without_torch_it_says_what_to_install(tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "print()", "entry_point: train.py\n")
-    monkeypatch.chdir(tmp_path)
+def test_without_torch_it_says_what_to_install(here: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(here, "print()", "entry_point: train.py\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    result = smpkit("run", "job.yaml")
-    assert (result.exit_code, result.stdout) == (2, "")
+    result = smpkit("run", "job.yaml", code=2)
+    assert result.stdout == ""
     assert result.stderr == (
         "error: torch is not installed beside smpkit, and the ranks need it\n"
         "hint: `pip install 'smpkit[torch]'` (`smpkit doctor` names the small build for the CPU), or use `--docker`\n"
     )
 
 
-def test_no_more_ranks_are_started_than_gpus_are_visible(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    tool = tmp_path / "bin" / "nvidia-smi"
+def test_no_more_ranks_are_started_than_gpus_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\nfor n in 0 1 2; do echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)"; done\n')
     tool.chmod(0o755)
     job = "entry_point: train.py\ndistribution: {torch_distributed: {enabled: true}}\n"
     write(tmp_path, "import os; print(os.environ['SM_NUM_GPUS'], os.environ['WORLD_SIZE'])", job)
-    command = [*SMPKIT, "run", "job.yaml", "--set", "environment.CUDA_VISIBLE_DEVICES=2,0"]
-    environ = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "NO_COLOR": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] 2 2", "[rank 1] 2 2"]
-    assert "on this machine: 2 ranks, no" in done.stderr
-    assert "warning" not in done.stderr
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code, out, err = run(tmp_path, "--set", "environment.CUDA_VISIBLE_DEVICES=2,0")
+    assert (code, sorted(out.splitlines())) == (0, ["[rank 0] 2 2", "[rank 1] 2 2"]), err
+    assert "on this machine: 2 ranks, no" in err
+    assert "warning" not in err
 
 
 def test_results_are_told_with_their_place(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ SPLIT = Split(compute=0.06, bubble=0.03, optimizer=0.01)
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+def runs(here: Path) -> list[Run]:
     """Three runs: one that finished and logged, a faster one, and one that goes on."""
-    monkeypatch.chdir(tmp_path)
-    made = [make_run(tmp_path, name, NOW + timedelta(seconds=i)) for i, name in enumerate(("gpt", "gpt", "t5"))]
+    made = [make_run(here, name, NOW + timedelta(seconds=i)) for i, name in enumerate(("gpt", "gpt", "t5"))]
     for run, rate in ((made[0], 10.0), (made[1], 12.5)):
         rank = RankSummary(0, "a", SPLIT, KindBytes(weights=2**20), device_peak=3 * 2**20)
         write_summary(run.path, RunSummary("gpt", 0.0, 60.0, 600, "finished", rate, rate * 16, ranks=(rank,)))
@@ -57,9 +56,8 @@ def test_of_a_long_reason_the_class_of_the_error_is_seen(runs: list[Run], smpkit
     reason = "failed: smpkit.errors.RemoteError: rank 1 has ended and more than a line can hold"
     write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, reason))
     assert " failed: RemoteError: ra… " in smpkit("runs").stdout
-    assert " failed: RemoteError: rank 1 has ended and more than a line can hold " in (
-        smpkit("runs", env={"COLUMNS": "140"}).stdout
-    )
+    wide = smpkit("runs", env={"COLUMNS": "140"}).stdout
+    assert " failed: RemoteError: rank 1 has ended and more than a line can hold " in wide
 
 
 def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
@@ -69,13 +67,13 @@ def test_one_run_shows_its_block(runs: list[Run], smpkit: Smpkit) -> None:
     assert said[-1] == "values  loss 1, norm nan"
 
 
-def test_without_runs_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = smpkit("runs")
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert "`smpkit run JOB_FILE` makes one" in done.stderr
+@pytest.mark.usefixtures("here")
+def test_without_runs_it_says_how_to_make_one(smpkit: Smpkit) -> None:
+    done = smpkit("runs", code=0)
+    assert (done.stdout, "`smpkit run JOB_FILE` makes one" in done.stderr) == ("", True)
     assert json.loads(smpkit("runs", "--json").stdout) == []
-    assert [smpkit(command, "gpt").exit_code for command in ("runs", "report", "timeline")] == [2, 2, 2]
+    for command in ("runs", "report", "timeline"):
+        smpkit(command, "gpt", code=2)
     # A folder of something else is no run that is "running, or lost".
     assert smpkit("runs", ".").stderr == "error: `.` is not the folder of a run\nhint: `smpkit runs` lists them\n"
 
@@ -121,9 +119,8 @@ def test_a_followed_line_is_printed_when_it_is_whole(
 
 
 def test_what_a_log_here_does_not_have_is_refused(runs: list[Run], smpkit: Smpkit) -> None:
-    done = smpkit("logs", "--rank", "7")
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert "has no log of rank 7\nhint: it has logs of ranks 0, 1\n" in done.stderr
+    done = smpkit("logs", "--rank", "7", code=1)
+    assert (done.stdout, "has no log of rank 7\nhint: it has logs of ranks 0, 1\n" in done.stderr) == ("", True)
     elsewhere = smpkit("logs", runs[2].label, "--backend", "slurm")
     assert (elsewhere.stdout, f"there is no job `{runs[2].label}`" in elsewhere.stderr) == ("", True)
     assert "without times and hosts" in smpkit("logs", "--since", "1m").stderr

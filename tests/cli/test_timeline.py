@@ -44,8 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_report_shows_plan_and_execution_to_one_scale(folder: Path, smpkit: Smpkit) -> None:
     result = smpkit("timeline", str(folder))
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == REPORT
+    assert (result.exit_code, result.stdout, result.stderr) == (0, REPORT, "")
 
 
 def test_json_holds_the_numbers(folder: Path, smpkit: Smpkit) -> None:
@@ -79,16 +78,14 @@ def test_the_trace_is_written_and_sound(folder: Path, smpkit: Smpkit) -> None:
     ids=["step", "pipeline", "trace"],
 )
 def test_what_cannot_be_is_said(arguments: list[str], error: str, code: int, folder: Path, smpkit: Smpkit) -> None:
-    result = smpkit("timeline", str(folder), *arguments)
-    assert result.exit_code == code
+    result = smpkit("timeline", str(folder), *arguments, code=code)
     assert result.stderr.startswith(error)
 
 
 def test_a_file_that_breaks_off_is_a_warning(folder: Path, smpkit: Smpkit) -> None:
     path = folder / "output" / "data" / "events" / "events_1.jsonl"
     path.write_text(path.read_text()[:-20])
-    result = smpkit("timeline", str(folder))
-    assert result.exit_code == 0
+    result = smpkit("timeline", str(folder), code=0)
     assert result.stderr.startswith("warning: the events of rank 1 break off")
     assert result.stdout.startswith("step 0 of 0, ")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 
 from smpkit.config.load import load_job
 from smpkit.config.modelparallel import ModelParallelConfig
@@ -77,20 +78,16 @@ def parameters(folder: Path) -> ModelParallelConfig:
     return config
 
 
-def tune(smpkit: Smpkit, *arguments: str) -> Any:
-    return smpkit("tune", "job.yaml", "--model", "zoo:traced", "--seconds", "2", *arguments)
+def tune(smpkit: Smpkit, *arguments: str, code: int | None = None) -> Result:
+    return smpkit("tune", "job.yaml", "--model", "zoo:traced", "--seconds", "2", *arguments, code=code)
 
 
-def found(smpkit: Smpkit, *arguments: str) -> dict[str, Any]:
-    done = tune(smpkit, "--json", *arguments)
-    assert done.exit_code == 0, done.stderr
-    content: dict[str, Any] = json.loads(done.stdout)
-    return content
+def found(smpkit: Smpkit, *arguments: str) -> Any:
+    return json.loads(tune(smpkit, "--json", *arguments, code=0).stdout)
 
 
 def test_the_best_are_shown_with_what_they_take(zoo: Path, smpkit: Smpkit) -> None:
-    done = tune(smpkit, "--top", "3")
-    assert done.exit_code == 0, done.stderr
+    done = tune(smpkit, "--top", "3", code=0)
     lines = done.stdout.splitlines()
     assert lines[0] == "train: 16 ranks on 2 hosts of ml.p4d.24xlarge"
     assert "vendor figures, assuming 50% of peak compute and 80% of link speed" in done.stdout
@@ -128,8 +125,7 @@ def test_ranks_lie_on_the_hosts_that_are_asked_for(zoo: Path, smpkit: Smpkit) ->
 
 def test_the_job_is_changed_and_its_comments_stay(zoo: Path, smpkit: Smpkit) -> None:
     to_the_end = ("--seconds", "100")  # or a second search, at another pace, finds something better
-    done = tune(smpkit, "--write", *to_the_end)
-    assert done.exit_code == 0, done.stderr
+    done = tune(smpkit, "--write", *to_the_end, code=0)
     text = (zoo / "job.yaml").read_text()
     for comment in ("# two", "# what we had", "# stages"):
         assert comment in text
@@ -153,50 +149,42 @@ def test_the_degrees_of_the_job_need_not_divide_the_ranks_that_are_asked_for(zoo
 def test_a_job_is_not_changed_for_other_ranks_than_it_starts(zoo: Path, smpkit: Smpkit) -> None:
     text = JOB.replace("{enabled: true}", "{enabled: true, processes_per_host: 2}")
     (zoo / "job.yaml").write_text(text)
-    refused = tune(smpkit, "--ranks", "8", "--write")
-    assert (refused.exit_code, refused.stdout) == (2, "")  # before the search
+    refused = tune(smpkit, "--ranks", "8", "--write", code=2)
+    assert refused.stdout == ""  # before the search
     assert "error: `--write` is for the 4 ranks of `job.yaml`, not for 8" in refused.stderr
-    assert tune(smpkit, "--ranks", "4", "--write").exit_code == 0
+    tune(smpkit, "--ranks", "4", "--write", code=0)
     assert (zoo / "job.yaml").read_text() != text
 
 
 def test_what_was_predicted_with_a_parameter_is_written_with_it(zoo: Path, smpkit: Smpkit) -> None:
-    done = tune(smpkit, "-p", "bf16=true", "--write")
-    assert done.exit_code == 0, done.stderr
+    tune(smpkit, "-p", "bf16=true", "--write", code=0)
     assert parameters(zoo).bf16
-    refused = tune(smpkit, "--set", "compute.instance_count=4", "--write")
-    assert refused.exit_code == 2
-    assert "`--write` cannot be given beside `--set`, which the file would not have" in refused.stderr
+    refused = tune(smpkit, "--set", "compute.instance_count=4", "--write", code=2).stderr
+    assert "`--write` cannot be given beside `--set`, which the file would not have" in refused
 
 
 def test_a_calibration_of_another_device_is_refused_by_name(zoo: Path, smpkit: Smpkit) -> None:
-    done = tune(smpkit, "--calibration", "lab.json")
-    assert done.exit_code == 2
+    done = tune(smpkit, "--calibration", "lab.json", code=2)
     assert "`lab.json` cannot be used for `ml.p4d.24xlarge`, which has NVIDIA A100 40 GB" in done.stderr
     assert "it was measured on `lab`, whose ranks compute on Some GPU" in done.stderr
-    twice = tune(smpkit, "--calibration", "lab.json", "--tflops", "9")
-    assert (twice.exit_code, "`--tflops` says nothing beside `--calibration`" in twice.stderr) == (2, True)
-    local = tune(smpkit, "--set", "compute.instance_type=local", "--calibration", "lab.json")
-    assert local.exit_code == 2
+    twice = tune(smpkit, "--calibration", "lab.json", "--tflops", "9", code=2)
+    assert "`--tflops` says nothing beside `--calibration`" in twice.stderr
+    local = tune(smpkit, "--set", "compute.instance_type=local", "--calibration", "lab.json", code=2)
     assert "`lab.json` cannot be used for this machine: it was measured on `lab`" in local.stderr
 
 
 def test_facts_are_needed(zoo: Path, smpkit: Smpkit) -> None:
-    done = tune(smpkit, "--set", "compute.instance_type=local")
-    assert done.exit_code == 2
+    done = tune(smpkit, "--set", "compute.instance_type=local", code=2)
     assert "nothing is known about this machine's speed yet" in done.stderr
     assert "smpkit calibrate" in done.stderr
 
 
 def test_a_model_without_arguments_is_refused(zoo: Path, smpkit: Smpkit) -> None:
-    done = smpkit("tune", "job.yaml", "--model", "zoo:bare")
-    assert done.exit_code == 2
-    assert "`zoo:bare` returns no arguments" in done.stderr
+    assert "`zoo:bare` returns no arguments" in tune(smpkit, "--model", "zoo:bare", code=2).stderr
 
 
 def test_what_cannot_fit_says_what_it_lacks(zoo: Path, smpkit: Smpkit) -> None:
-    done = tune(smpkit, "--memory-gib", "1.06", "--write")
-    assert done.exit_code == 1
+    done = tune(smpkit, "--memory-gib", "1.06", "--write", code=1)
     assert "no configuration fits; the nearest, pipeline " in done.stderr
     assert " GiB with nothing kept" in done.stderr or "weights, gradients and states alone need" in done.stderr
     assert "hint: use more `--hosts`" in done.stderr
@@ -205,8 +193,7 @@ def test_what_cannot_fit_says_what_it_lacks(zoo: Path, smpkit: Smpkit) -> None:
 
 def test_the_older_name_of_the_degree_is_replaced(zoo: Path, smpkit: Smpkit) -> None:
     (zoo / "job.yaml").write_text(JOB.replace("pipeline_parallel_degree: 4", "partitions: 16"))
-    done = tune(smpkit, "--write")
-    assert done.exit_code == 0, done.stderr
+    tune(smpkit, "--write", code=0)
     assert parameters(zoo).pipeline_parallel_degree != 16
 
 
@@ -217,8 +204,7 @@ def test_parameters_in_a_file_of_their_own_are_changed_there(zoo: Path, smpkit: 
     text += "distribution:\n  smdistributed: {modelparallel: {enabled: true, parameters: mp.yaml}}\n"
     text += "  torch_distributed: {enabled: true}\n"
     (zoo / "job.yaml").write_text(text)
-    done = tune(smpkit, "--write")
-    assert done.exit_code == 0, done.stderr
+    tune(smpkit, "--write", code=0)
     assert (zoo / "job.yaml").read_text() == text
     changed = (zoo / "mp.yaml").read_text()
     assert changed != text_before
@@ -243,8 +229,7 @@ def test_what_layers_do_automatically_is_searched_too(
     (zoo / "zoo.py").write_text(f"{ZOO}\ndef long():\n    return Net(), torch.zeros(1, 8192, dtype=torch.int64)\n")
     (zoo / "job.yaml").write_text(AUTOMATIC)
     asked = (*ON_ONE_RANK, "--memory-gib", gib, "--batch", batch, "--model", model)
-    done = tune(smpkit, *asked, "--write")
-    assert done.exit_code == 0, done.stderr
+    done = tune(smpkit, *asked, "--write", code=0)
     assert ("removed offload_activations" in done.stderr) is not stays
     assert ("offload_activations: auto   # as it sees fit" in (zoo / "job.yaml").read_text()) is stays
     assert parameters(zoo).offload_activations == ("auto" if stays else False)

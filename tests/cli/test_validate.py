@@ -73,18 +73,15 @@ def test_json_holds_every_problem(bad: str, smpkit: Smpkit) -> None:
 @pytest.mark.usefixtures("folder")
 def test_settings_without_effect_are_warnings(smpkit: Smpkit) -> None:
     parameters = "distribution.smdistributed.modelparallel.parameters"
-    overrides = ["--set", f"{parameters}.offload_activations=false"]
-    result = smpkit("validate", "job.yaml", *overrides)
-    assert result.exit_code == 0
+    overrides = ("--set", f"{parameters}.offload_activations=false")
+    result = smpkit("validate", "job.yaml", *overrides, code=0)
     assert result.stderr.startswith(
         f"warning: job.yaml:15: {parameters}.activation_loading_horizon: has no effect without offload_activations\n"
         "    15 |         activation_loading_horizon: 4\n\n    hint: "
     )
     assert smpkit("-q", "validate", "job.yaml", *overrides).stderr == ""
-    warnings = json.loads(smpkit("validate", "job.yaml", "--json", *overrides).stdout)["warnings"]
-    assert [(warning["line"], warning["path"]) for warning in warnings] == [
-        (15, f"{parameters}.activation_loading_horizon")
-    ]
+    [warning] = json.loads(smpkit("validate", "job.yaml", "--json", *overrides).stdout)["warnings"]
+    assert (warning["line"], warning["path"]) == (15, f"{parameters}.activation_loading_horizon")
 
 
 @pytest.mark.usefixtures("folder")

@@ -15,16 +15,17 @@ from smpkit.errors import ConfigError
 
 HF = "hf_" + "a1B2" * 9
 AWS = "AKIA" + "ABCDEFGH12345678"
+SECRET_NAMES = """
+HF_TOKEN WANDB_API_KEY password db.passwd AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID githubToken client-secret OPENAI_KEY
+apikey Authorization DB_PASS storage_connection_string PGPASSWORD NGROK_AUTHTOKEN MYTOKEN clientsecret hf_token_v2
+AZURE_STORAGE_KEY DD_APP_KEY TOKEN1 MY_TOKEN_2 SSH_KEY
+"""
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, "abc123") for name in ("HF_TOKEN", "WANDB_API_KEY", "password", "db.passwd", "AWS_SECRET_ACCESS_KEY")),
-        *((name, "abc123") for name in ("AWS_ACCESS_KEY_ID", "githubToken", "client-secret", "OPENAI_KEY", "apikey")),
-        *((name, "abc123") for name in ("Authorization", "DB_PASS", "storage_connection_string")),
-        *((name, "abc123") for name in ("PGPASSWORD", "NGROK_AUTHTOKEN", "MYTOKEN", "clientsecret", "hf_token_v2")),
-        *((name, "abc123") for name in ("AZURE_STORAGE_KEY", "DD_APP_KEY", "TOKEN1", "MY_TOKEN_2", "SSH_KEY")),
+        *((name, "abc123") for name in SECRET_NAMES.split()),
         *(("note", value) for value in (HF, AWS, f"key={AWS}", "https://me:pw@host/x", "ghp_" + "a" * 36)),
         ("note", "https://hooks.slack.com/services/T0/B0/abc"),
     ],
@@ -38,23 +39,9 @@ def test_secrets_are_known_by_name_or_by_form(name: str, value: str) -> None:
     [
         *(("max_tokens", 2048), ("num_tokens", "2048"), ("tokenizer", "gpt2"), ("TOKENIZERS_PARALLELISM", "false")),
         *(("eos_token", "</s>"), ("pad_token", "pad"), ("bos_token_id", "1"), ("HF_TOKEN_PATH", "/run/token")),
-        *(
-            ("sort_key", "length"),
-            ("keyboard", "x"),
-            ("eostoken", "e"),
-            ("mask_token_2", "m"),
-            ("subtoken", "mean"),
-            ("TOKEN", ""),
-            ("secret_file", "/x"),
-            ("token", "/opt/token"),
-        ),
-        *(
-            ("second_pass", "fast"),
-            ("partition_key", "a"),
-            ("AKIA", "x"),
-            ("url", "https://host:8080/a@b"),
-            ("HF_TOKEN", None),
-        ),
+        *(("sort_key", "length"), ("keyboard", "x"), ("eostoken", "e"), ("mask_token_2", "m"), ("subtoken", "mean")),
+        *(("TOKEN", ""), ("HF_TOKEN", None), ("secret_file", "/x"), ("token", "/opt/token"), ("AKIA", "x")),
+        *(("second_pass", "fast"), ("partition_key", "a"), ("url", "https://host:8080/a@b")),
     ],
 )
 def test_what_only_resembles_one_is_none(name: str, value: object) -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
-from smpkit.config.section import explain, validated
+from smpkit.config.section import validated
 from tests.config.test_modelparallel import SEED
+from tests.config.test_section import problems_of
 
 MPI = {"enabled": True, "processes_per_host": 8, "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none "}
 
@@ -16,10 +17,7 @@ def block(parameters: Any = SEED, enabled: Any = True) -> dict[str, Any]:
     return {"smdistributed": {"modelparallel": {"enabled": enabled, "parameters": parameters}}}
 
 
-def problems(data: object) -> list[str]:
-    with pytest.raises(ValidationError) as caught:
-        Distribution.model_validate(data)
-    return [str(problem).replace("\n    ", " ") for problem in explain(caught.value)]
+problems = partial(problems_of, Distribution)
 
 
 def test_the_seed_distribution_is_accepted_unchanged() -> None:

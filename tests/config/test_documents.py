@@ -59,10 +59,8 @@ def test_a_problem_is_located_at_the_closest_value() -> None:
     document = parse(YAML, "job.yaml")
     located = document.located(Problem(("x", "list", 1, "c"), "is missing"), below=("x",))
     assert (located.place, located.excerpt) == ("job.yaml:6", "    6 | - b: 3")
-    assert (document.located(Problem(("no",), "x")).place, document.located(Problem(("no",), "x")).excerpt) == (
-        "job.yaml:1",
-        "",
-    )
+    nowhere = document.located(Problem(("no",), "x"))
+    assert (nowhere.place, nowhere.excerpt) == ("job.yaml:1", "")
     marked = document.marked(located)
     assert (marked.place, marked.excerpt) == ("job.yaml:6:3", "    6 | - b: 3\n      |   ^")
 

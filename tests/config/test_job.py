@@ -1,23 +1,20 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from smpkit.config.job import Checkpoints, JobConfig
-from smpkit.config.section import explain
 from tests.config.test_distribution import MPI, block
+from tests.config.test_section import problems_of
 
 
 def job(**fields: Any) -> JobConfig:
     return JobConfig.model_validate({"entry_point": "train.py", **fields})
 
 
-def problems(data: object) -> list[str]:
-    with pytest.raises(ValidationError) as caught:
-        JobConfig.model_validate(data)
-    return [str(problem).replace("\n    ", " ") for problem in explain(caught.value)]
+problems = partial(problems_of, JobConfig)
 
 
 def test_only_the_entry_point_is_required() -> None:
@@ -94,10 +91,7 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"output": "s3:team"}, "output: must be a folder or an S3 URI, which begins with `s3://`, got `s3:team`"),
         ({"checkpoints": "~/ck"}, "checkpoints: must be a folder or an S3 URI, and only a shell replaces `~`, got"),
         ({"distribution": {"processes_per_host": 2}}, "distribution.processes_per_host: belongs to the launcher"),
-        (
-            {"distribution": {"mpi": {"enabled": True, "parameters": {}}}},
-            "distribution.mpi.parameters: belongs to",
-        ),
+        ({"distribution": {"mpi": {"enabled": True, "parameters": {}}}}, "distribution.mpi.parameters: belongs to"),
         ({"framework_version": "2"}, "framework_version: is decided by the image hint: name an image in `image`"),
         ({"checkpoints": {"uri": "x", "url": "y"}}, "checkpoints.url: is called `uri` here"),
         ({"checkpoints": {"url": "y"}}, "checkpoints.url: is called `uri` here"),
@@ -126,11 +120,13 @@ def test_a_text_is_short_for_its_uri() -> None:
     assert {name: channel.uri for name, channel in made.inputs.items()} == {"train": "data", "test": "s3://bucket"}
 
 
+OF_SIX = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
+"""Degrees 2 × 2, which six ranks of a host do not fit."""
+
+
 def test_degrees_must_fit_the_ranks_where_their_number_is_known() -> None:
-    distribution = {**block(), "mpi": MPI}
-    job(distribution=distribution, compute={"instance_count": 2})
-    odd = {**distribution, "mpi": {"enabled": True, "processes_per_host": 6}}
-    (problem,) = problems({"entry_point": "a.py", "distribution": odd})
+    job(distribution={**block(), "mpi": MPI}, compute={"instance_count": 2})
+    (problem,) = problems({"entry_point": "a.py", "distribution": OF_SIX})
     assert problem.startswith(
         "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree: "
         "times tensor_parallel_degree must divide the number of ranks (6), got 2 × 2 = 4"
@@ -139,8 +135,7 @@ def test_degrees_must_fit_the_ranks_where_their_number_is_known() -> None:
 
 
 def test_degrees_are_checked_although_something_else_is_wrong() -> None:
-    distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
-    found = problems({"distribution": distribution, "compute": {"volume_gb": -1}, "entry_point": "a"})
+    found = problems({"distribution": OF_SIX, "compute": {"volume_gb": -1}, "entry_point": "a"})
     assert [problem.split(":")[0] for problem in found] == [
         "entry_point",
         "compute.volume_gb",
@@ -149,8 +144,7 @@ def test_degrees_are_checked_although_something_else_is_wrong() -> None:
 
 
 def test_degrees_are_checked_although_a_rule_between_parameters_is_broken() -> None:
-    parameters = {"tensor_parallel_degree": 16}
-    distribution = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}}, "mpi": MPI}
+    distribution = {**block({"tensor_parallel_degree": 16}), "mpi": MPI}
     requires, divides = problems({"distribution": distribution, "entry_point": "a.py"})
     assert "requires ddp" in requires
     assert "must divide the number of ranks (8), got 16" in divides
@@ -168,8 +162,7 @@ def test_degrees_are_checked_although_another_parameter_is_wrong() -> None:
 
 
 def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
-    distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
-    found = problems({"distribution": distribution, "compute": {"instance_count": "2"}, "entry_point": "a.py"})
+    found = problems({"distribution": OF_SIX, "compute": {"instance_count": "2"}, "entry_point": "a.py"})
     assert [problem.split(":")[0] for problem in found] == ["compute.instance_count"]
 
 
@@ -189,9 +182,8 @@ def test_variables_of_the_launcher_are_told() -> None:
 
 def test_notices_start_at_the_job() -> None:
     distribution = {"enabled": True, "parameters": {"activation_loading_horizon": 2}}
-    assert [notice.where for notice in job(distribution=distribution).notices()] == [
-        "distribution.parameters.activation_loading_horizon"
-    ]
+    [notice] = job(distribution=distribution).notices()
+    assert notice.where == "distribution.parameters.activation_loading_horizon"
 
 
 @pytest.mark.parametrize("where", ["", "compute", "distribution", "inputs.x"])

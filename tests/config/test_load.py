@@ -86,22 +86,23 @@ def test_origins_say_where_each_value_came_from(folder: Path) -> None:
     write(folder, JOB + "checkpoints: s3://bucket\n")
     job = load_job(folder / "job.yaml", [("--set", "compute.spot=true")])
     origins = {".".join(map(str, key)): value.replace(f"{folder}/", "") for key, value in job.origins.items()}
-    assert origins["entry_point"] == "job.yaml:1"
-    assert origins["hyperparameters.lr"] == "job.yaml:2"
-    assert origins["compute.instance_count"] == "job.yaml:4"
-    assert origins["compute.spot"] == "--set compute.spot"
-    assert origins["compute.max_run_seconds"] == "default"
-    assert origins[f"{PARAMETERS}.pipeline_parallel_degree"] == "job.yaml:10"
-    assert origins[f"{PARAMETERS}.optimize"] == "default"
-    assert origins["checkpoints.uri"] == "job.yaml:13"
-    assert origins["checkpoints.local_path"] == "default"
+    expected = {
+        "entry_point": "job.yaml:1",
+        "hyperparameters.lr": "job.yaml:2",
+        "compute.instance_count": "job.yaml:4",
+        "compute.spot": "--set compute.spot",
+        "compute.max_run_seconds": "default",
+        f"{PARAMETERS}.pipeline_parallel_degree": "job.yaml:10",
+        f"{PARAMETERS}.optimize": "default",
+        "checkpoints.uri": "job.yaml:13",
+        "checkpoints.local_path": "default",
+    }
+    assert {key: origins[key] for key in expected} == expected
 
 
 def test_origins_of_a_bare_block_are_found(folder: Path) -> None:
     path = write(folder, "entry_point: train.py\ndistribution:\n  enabled: true\n  parameters: {microbatches: 2}\n")
-    job = load_job(path)
-    key = ("distribution", "smdistributed", "modelparallel", "parameters", "microbatches")
-    assert job.origins[key] == f"{path}:4"
+    assert load_job(path).origins[*PARAMETERS.split("."), "microbatches"] == f"{path}:4"
 
 
 def test_every_problem_is_told_with_its_line_and_excerpt(folder: Path) -> None:
@@ -189,25 +190,20 @@ def test_what_is_set_in_the_environment_of_the_script_is_text(folder: Path) -> N
 # --- Parameters in a file of their own -------------------------------------------------------------------------------
 
 
-def job_with_parameters(folder: Path, name: str) -> Path:
-    text = """\
-entry_point: train.py
-distribution:
-  smdistributed:
-    modelparallel: {enabled: true, parameters: NAME}
-"""
-    return write(folder, text.replace("NAME", name))
+def job_with_parameters(folder: Path) -> Path:
+    text = "entry_point: train.py\ndistribution:\n  smdistributed:\n    modelparallel: "
+    return write(folder, text + "{enabled: true, parameters: smp.json}\n")
 
 
 def test_parameters_may_be_the_path_of_a_json_file(folder: Path) -> None:
     write(folder, json.dumps(SEED), "smp.json")
-    job = load_job(job_with_parameters(folder, "smp.json"), [("--set", f"{PARAMETERS}.microbatches=8")])
+    job = load_job(job_with_parameters(folder), [("--set", f"{PARAMETERS}.microbatches=8")])
     assert job.config.distribution.parameters_as_written == {**SEED, "microbatches": 8}
 
 
 def test_problems_of_that_file_name_it_and_its_line(folder: Path) -> None:
     write(folder, '{\n  "microbatches": 0\n}', "smp.json")
-    (problem,) = problems(job_with_parameters(folder, "smp.json"))
+    (problem,) = problems(job_with_parameters(folder))
     assert problem.startswith(f"smp.json:2: {PARAMETERS}.microbatches: must be at least 1, got 0")
 
 
@@ -222,7 +218,7 @@ def test_problems_of_that_file_name_it_and_its_line(folder: Path) -> None:
 def test_a_parameters_file_that_cannot_be_read_is_a_problem(text: str | None, message: str, folder: Path) -> None:
     if text is not None:
         write(folder, text, "smp.json")
-    (problem,) = problems(job_with_parameters(folder, "smp.json"))
+    (problem,) = problems(job_with_parameters(folder))
     assert problem.startswith(message)
 
 
@@ -232,17 +228,10 @@ def test_a_path_set_from_outside_is_read_too(folder: Path) -> None:
     assert job.config.distribution.parameters_as_written == {"microbatches": 2}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "enabled: true\nparameters: smp.json\n",
-        "smdistributed: {modelparallel: {enabled: true, parameters: smp.json}}",
-    ],
-    ids=["bare", "full"],
-)
-def test_a_distribution_may_name_a_file_of_parameters_too(text: str, folder: Path) -> None:
+@pytest.mark.parametrize("block", ["{smdistributed: {modelparallel: %s}}", "%s"], ids=["full", "bare"])
+def test_a_distribution_may_name_a_file_of_parameters_too(block: str, folder: Path) -> None:
     write(folder, '{"microbatches": 2}', "smp.json")
-    loaded = load(write(folder, text, "distribution.yaml"))
+    loaded = load(write(folder, block % "{enabled: true, parameters: smp.json}", "distribution.yaml"))
     assert isinstance(loaded.config, Distribution)
     assert loaded.config.parameters_as_written == {"microbatches": 2}
 
@@ -313,20 +302,12 @@ def test_a_job_file_whose_name_is_nearly_right_is_suggested(folder: Path) -> Non
 
 # --- Properties ------------------------------------------------------------------------------------------------------
 
-NAMES = (
-    *JobConfig.keys(),
-    *ModelParallelConfig.keys(),
-    "smdistributed",
-    "modelparallel",
-    "mpi",
-    "enabled",
-    "parameters",
-)
+NAMES = (*JobConfig.keys(), *ModelParallelConfig.keys(), *PARAMETERS.split(".")[1:], "mpi", "enabled")
 
 
-def survives(path: Path) -> None:
+def survives(path: Path, *overrides: str) -> None:
     with suppress(ConfigError):
-        load(path)
+        load(path, [("--set", each) for each in overrides])
 
 
 @patient
@@ -351,22 +332,17 @@ def test_no_document_makes_anything_but_a_config_error(tmp_path_factory: pytest.
 def test_no_override_makes_anything_but_a_config_error(
     tmp_path_factory: pytest.TempPathFactory, overrides: list[str]
 ) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    (folder / "train.py").touch()
-    path = write(folder, JOB)
-    with suppress(ConfigError):
-        load(path, [("--set", each) for each in overrides])
+    (tmp_path_factory.getbasetemp() / "train.py").touch()
+    survives(write(tmp_path_factory.getbasetemp(), JOB), *overrides)
 
 
 # --- What a newcomer writes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("above", ["smdistributed: {modelparallel: {enabled: true, %s}}", "enabled: true\n  %s"])
-def test_a_degree_beside_parameters_is_sent_there(folder: Path, above: str) -> None:
-    text = "entry_point: train.py\ndistribution:\n  " + above % "parameters: {}, pipeline_parallel_degree: 2".replace(
-        ", ", "\n  " if "\n" in above else ", "
-    )
-    (problem,) = problems(write(folder, text))
+@pytest.mark.parametrize("block", ["{smdistributed: {modelparallel: %s}}", "%s"], ids=["full", "bare"])
+def test_a_degree_beside_parameters_is_sent_there(folder: Path, block: str) -> None:
+    distribution = block % "{enabled: true, parameters: {}, pipeline_parallel_degree: 2}"
+    (problem,) = problems(write(folder, f"entry_point: train.py\ndistribution: {distribution}"))
     assert "pipeline_parallel_degree: belongs to `parameters`" in problem
     assert problem.endswith("hint: write `parameters: {pipeline_parallel_degree: ...}`")
 

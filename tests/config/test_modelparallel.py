@@ -117,30 +117,21 @@ def test_trap_1_alias_conflict_raises_even_across_sources() -> None:
     assert config({"partitions": 4}, '{"partitions": 2}').pipeline_parallel_degree == 2
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("microbatches", True),
-        ("microbatches", "4"),
-        ("microbatches", 4.0),
-        ("microbatches", None),
-        ("microbatches", 4097),
-        ("ddp", 1),
-        ("ddp", "True"),
-        ("fp16", 0),
-        ("memory_weight", "0.5"),
-        ("memory_weight", True),
-        ("pipeline", 1),
-        ("activation_loading_horizon", True),
-        ("activation_loading_horizon", "4"),
-        ("offload_activations", "True"),
-        ("offload_activations", 1),
-        ("memory_budget_gib", "24"),
-        ("memory_budget_gib", 0),
-        ("sdp_reduce_bucket_size", 5e8),
-        ("partitions", True),
-    ],
-)
+NOT_OF_ITS_TYPE: dict[str, tuple[object, ...]] = {
+    "microbatches": (True, "4", 4.0, None, 4097),
+    "ddp": (1, "True"),
+    "fp16": (0,),
+    "memory_weight": ("0.5", True),
+    "pipeline": (1,),
+    "activation_loading_horizon": (True, "4"),
+    "offload_activations": ("True", 1),
+    "memory_budget_gib": ("24", 0),
+    "sdp_reduce_bucket_size": (5e8,),
+    "partitions": (True,),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in NOT_OF_ITS_TYPE for value in NOT_OF_ITS_TYPE[key]])
 def test_trap_2_types_are_exact(key: str, value: object) -> None:
     (problem,) = problems({key: value})
     assert problem.startswith(f"{key}: must be ")
@@ -158,6 +149,11 @@ def test_trap_3_active_microbatches_below_total_force_interleaved() -> None:
     assert [(problem.where, "becomes `interleaved`" in problem.message) for problem in said] == [("pipeline", True)]
     assert config({**parameters, "active_microbatches": 8}).pipeline == "simple"
     assert config({**parameters, "microbatches": 4}).pipeline == "simple"
+
+
+@pytest.mark.parametrize("strategy", ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"])
+def test_trap_22_placement_letters_are_accepted(strategy: str) -> None:
+    assert config({"placement_strategy": strategy}).placement_strategy == strategy
 
 
 # --- Defaults that depend on other values ----------------------------------------------------------------------------
@@ -215,7 +211,9 @@ def test_historic_keys_are_accepted_with_a_warning(key: str) -> None:
     assert notices({key: True}) == [key]
 
 
-def test_tensorflow_keys_are_refused_by_name() -> None:
+def test_tensorflow_keys_are_refused_by_name_unless_their_default_is_spelled_out() -> None:
+    assert notices({"horovod": False, "contiguous": True}) == ["horovod", "contiguous"]
+    assert problems({"horovod": 0})
     assert problems({"horovod": True, "contiguous": False}) == [
         "horovod: belongs to the TensorFlow library; smpkit is for PyTorch",
         "contiguous: belongs to the TensorFlow library; smpkit is for PyTorch",
@@ -303,13 +301,3 @@ def test_no_input_makes_anything_but_a_config_error(parameters: dict[str, Any]) 
 def test_no_environment_makes_anything_but_a_config_error(text: str) -> None:
     with suppress(ConfigError):
         ModelParallelConfig.from_sources(None, text)
-
-
-@pytest.mark.parametrize("strategy", ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"])
-def test_trap_22_placement_letters_are_accepted(strategy: str) -> None:
-    assert config({"placement_strategy": strategy}).placement_strategy == strategy
-
-
-def test_a_spelled_out_tensorflow_default_is_accepted_with_a_warning() -> None:
-    assert notices({"horovod": False, "contiguous": True}) == ["horovod", "contiguous"]
-    assert problems({"horovod": 0})

@@ -63,8 +63,8 @@ def test_each_illegal_combination_names_its_key(parameters: str, key: str) -> No
         ),
         (
             (
-                "pipeline: interleaved, active_microbatches: 1, auto_partition: true, "
-                "memory_weight: 1, default_partition: 0"
+                "pipeline: interleaved, active_microbatches: 1, auto_partition: true, memory_weight: 1, "
+                "default_partition: 0"
             ),
             "all",
         ),
@@ -90,10 +90,7 @@ def test_each_illegal_combination_names_its_key(parameters: str, key: str) -> No
         ("prescaled_batch: false, tensor_parallel_seed: 0", ""),
         ("fp16_params: true", "fp16_params"),
         ("fp16: true", ""),
-        (
-            "load_partition: true, partition_file: x, static_mode: true, fast_mode: true, herring: true",
-            "all",
-        ),
+        ("load_partition: true, partition_file: x, static_mode: true, fast_mode: true, herring: true", "all"),
         ("load_partition: false, static_mode: false, partition_file: null", ""),
     ],
 )
@@ -106,20 +103,12 @@ def test_settings_without_effect_are_noticed_where_they_were_given(parameters: s
 
 
 def test_a_key_that_the_reference_says_has_no_effect_says_so_itself() -> None:
-    documented = {
-        name for name, each in ModelParallelConfig.model_fields.items() if "No effect" in str(each.description)
-    }
-    needed: dict[str, Any] = {
-        "fp16": True,
-        "offload_activations": True,
-    }  # some of v1's internal keys are errors without
-    for name in documented:
-        key, default = (
-            ModelParallelConfig.model_fields[name].alias or name,
-            ModelParallelConfig.model_fields[name].default,
-        )
+    fields = ModelParallelConfig.model_fields.items()
+    documented = {each.alias or name: each.default for name, each in fields if "No effect" in str(each.description)}
+    for key, default in documented.items():
         other = "a file" if default is None else default + 1 if type(default) is int else not default
-        written = {**needed, key: other}
+        # Some of v1's internal keys are errors without the first two.
+        written: dict[str, Any] = {"fp16": True, "offload_activations": True, key: other}
         (notice,) = unused_settings(ModelParallelConfig(**written), written)
         assert notice.where == key
         assert notice.message.startswith("has no effect")

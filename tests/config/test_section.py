@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Literal
 
 import pytest
@@ -28,10 +29,14 @@ class Outer(Section):
     refused = {"nom": ("is French", "write `name`")}  # noqa: RUF012
 
 
-def problems(data: object, model: type[Section] = Outer) -> list[str]:
+def problems_of(model: type[Section], data: object) -> list[str]:
+    """Return what is said of wrong data, each problem and its hint on one line."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(data)
     return [str(problem).replace("\n    ", " ") for problem in explain(caught.value)]
+
+
+problems = partial(problems_of, Outer)
 
 
 def test_rules_of_one_section_speak_although_another_one_is_wrong() -> None:
@@ -113,12 +118,7 @@ class Values(Section):
         ({"number": []}, ("number",), "must be a number, got a list", None),
         ({"number": float("nan")}, ("number",), "must be a finite number, got nan (a float)", None),
         ({"flag": "False"}, ("flag",), "must be true or false, got `False` (text)", "write it without quotes"),
-        (
-            {"flag": "on"},
-            ("flag",),
-            "must be true or false, got `on` (text)",
-            "write `true`: in YAML 1.2 `on` is text",
-        ),
+        ({"flag": "on"}, ("flag",), "must be true or false, got `on` (text)", "write `true`: in YAML 1.2 `on` is text"),
         ({"flag": "n"}, ("flag",), "must be true or false, got `n` (text)", "write `false`: in YAML 1.2 `n` is text"),
         ({"number": "1e-3"}, ("number",), "must be a number, got `1e-3` (text)", "write it without quotes"),
         ({"flag": 1}, ("flag",), "must be true or false, got 1", None),

@@ -51,6 +51,5 @@ def test_pipelines_are_listed_in_the_order_of_stages() -> None:
     ids=["missing", "many missing", "run", "mesh", "place"],
 )
 def test_files_that_do_not_belong_together_are_refused(logs: list[RankLog], message: str) -> None:
-    with pytest.raises(EventsError) as caught:
+    with pytest.raises(EventsError, match=message):
         merge(logs)
-    assert message in caught.value.message

@@ -123,9 +123,7 @@ def test_a_text_that_is_written_while_it_is_read_is_not_taken(tmp_path: Path, mo
 def test_a_layer_with_a_long_name_is_cut(tmp_path: Path) -> None:
     page = StatusPage(tmp_path, 0)
     note(page, layer="x" * 1000)
-    found = read_status(tmp_path, 0)
-    assert found is not None
-    assert found.layer == "x" * 191
+    assert read_status(tmp_path, 0) == RankStatus(-1, layer="x" * 191)
 
 
 def test_each_layer_is_found_again_and_where_there_is_no_room_for_names_nothing_wrong_is(tmp_path: Path) -> None:
@@ -134,12 +132,10 @@ def test_each_layer_is_found_again_and_where_there_is_no_room_for_names_nothing_
     found = []
     for name in [*names, *names]:
         note(page, layer=name)
-        read = read_status(tmp_path, 0)
-        assert read is not None
-        found.append(read.layer)
-    fitting = next(number for number, layer in enumerate(found) if not layer)
+        found.append(read_status(tmp_path, 0))
+    fitting = found.index(RankStatus(-1))
     assert fitting > 500
-    assert found == [*names[:fitting], *[""] * (len(names) - fitting)] * 2
+    assert found == [RankStatus(-1, layer=name if i < fitting else "") for i, name in enumerate(names)] * 2
 
 
 def test_what_a_process_notes_is_on_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,14 +35,8 @@ class Browser:
             )
         try:
             self._address = f"http://127.0.0.1:{self._port()}"
-            arguments = [
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--hide-scrollbars",
-            ]
-            options: dict[str, Any] = {"args": [*arguments, f"--user-data-dir={folder / 'profile'}"]}
+            flags = ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars")
+            options = {"args": [*(f"--{flag}" for flag in flags), f"--user-data-dir={folder / 'profile'}"]}
             wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
             self._session = ""
             session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})

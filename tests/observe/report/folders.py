@@ -96,17 +96,7 @@ def summary(exit_reason: str) -> RunSummary:
         for rank in range(RANKS)
     ]
     gain = Gain("offload_activations", 0, 30 * MIB, 60 * MIB, "measured", 0.004)
-    return RunSummary(
-        "odd",
-        1.7e9,
-        12.0,
-        STEPS,
-        exit_reason,
-        steps_per_s=66.0,
-        samples_per_s=660.0,
-        tokens_per_s=6600.0,
-        world_size=RANKS,
-        pipeline=RANKS,
-        ranks=tuple(ranks),
-        gains=(gain,),
+    rates = RunSummary(
+        "odd", 1.7e9, 12.0, STEPS, exit_reason, steps_per_s=66.0, samples_per_s=660.0, tokens_per_s=6600.0
     )
+    return replace(rates, world_size=RANKS, pipeline=RANKS, ranks=tuple(ranks), gains=(gain,))

@@ -24,26 +24,23 @@ ASSETS = Path(view.__file__).parent / "assets"
 
 
 class Elements(HTMLParser):
-    """Counts elements and collects the text and what an attribute could load."""
+    """The elements and the text of a page, and what an attribute could load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.names: list[str] = []
-        self.loads: list[str] = []
-        self.handlers: list[str] = []
-        self.styles = 0
-        self.titles: list[str] = []
+        self.found: list[tuple[str, list[tuple[str, str]]]] = []
         self.text = ""
         self.feed(text)
+        self.names = [tag for tag, _ in self.found]
+        self.titles = [dict(attributes)["aria-label"] for tag, attributes in self.found if tag == "section"]
+        every = [attribute for _, attributes in self.found for attribute in attributes]
+        self.loads = [value for name, value in every if name in ("src", "srcset", "data", "action")]
+        self.loads += [value for name, value in every if name == "href" and not value.startswith("#")]
+        self.handlers = [name for name, _ in every if name.startswith("on")]
+        self.styles = [value for name, value in every if name == "style"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        if tag == "section":
-            self.titles.append(dict(attrs)["aria-label"] or "")
-        self.loads += [value or "" for name, value in attrs if name in ("src", "srcset", "data", "action")]
-        self.loads += [value or "" for name, value in attrs if name == "href" and not (value or "").startswith("#")]
-        self.handlers += [name for name, _ in attrs if name.startswith("on")]
-        self.styles += sum(name == "style" for name, _ in attrs)
+        self.found.append((tag, [(name, value or "") for name, value in attrs]))
 
     def handle_data(self, data: str) -> None:
         self.text += data + "\n"
@@ -66,7 +63,7 @@ def one(contents: list[Content]) -> Elements:
 def test_the_page_loads_nothing_and_its_policy_forbids_it(contents: list[Content]) -> None:
     text = page(contents)
     found = Elements(text)
-    assert (found.loads, found.handlers, found.styles) == ([], [], 0)
+    assert (found.loads, found.handlers, found.styles) == ([], [], [])
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
     assert html.unescape(policy[1]).startswith("default-src 'none'; base-uri 'none'; form-action 'none';")
@@ -77,8 +74,8 @@ def test_the_page_loads_nothing_and_its_policy_forbids_it(contents: list[Content
 def test_the_policy_allows_the_page_its_own_scripts_and_style(contents: list[Content]) -> None:
     text = page(contents)
     policy = html.unescape(text[: text.index("<title>")])
-    for name in re.findall(r"<script>(.*?)</script>|<style>(.*?)</style>", text, re.DOTALL):
-        digest = base64.b64encode(hashlib.sha256("".join(name).encode()).digest()).decode()
+    for either in re.findall(r"<script>(.*?)</script>|<style>(.*?)</style>", text, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256("".join(either).encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
 
 
@@ -171,15 +168,9 @@ def test_a_notebook_shows_a_frame_that_reaches_nothing(tmp_path: Path, monkeypat
     write_run(tmp_path, "20260102-030405")
     monkeypatch.chdir(tmp_path)
     report = open_report()
-    found: list[tuple[str, dict[str, str | None]]] = []
-
-    class Parser(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            found.append((tag, dict(attrs)))
-
-    Parser().feed(report._repr_html_())
-    [(tag, attributes)] = found
-    assert (tag, attributes["sandbox"], attributes["srcdoc"]) == ("iframe", "allow-scripts", report.html)
+    [(tag, attributes)] = Elements(report._repr_html_()).found
+    assert tag == "iframe"
+    assert dict(attributes).items() >= {"sandbox": "allow-scripts", "srcdoc": report.html}.items()
     assert ODD not in report.html
 
 
