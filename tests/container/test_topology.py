@@ -40,8 +40,9 @@ def environment(
         ({}, {"partitions": 2, "tensor_parallel_degree": 3}, 0, 6),
         ({}, {"pipeline_parallel_degree": 4}, 0, 4),
         ({}, {}, 0, 1),
+        ({"sagemaker_mpi_enabled": True, "sagemaker_torch_distributed_enabled": True}, {}, 0, 1),
     ],
-    ids=["mpi", "mpi text", "torchrun", "torchrun on all gpus", "gpus", "degrees", "pipeline", "one"],
+    ids=["mpi", "mpi text", "torchrun", "torchrun on all gpus", "gpus", "degrees", "pipeline", "one", "mpi first"],
 )
 def test_processes_per_host(
     framework: dict[str, Any], parameters: dict[str, Any], num_gpus: int, expected: int
@@ -51,10 +52,19 @@ def test_processes_per_host(
     assert topology.launcher == ("mpirun" if "sagemaker_mpi_enabled" in framework else "torchrun")
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "many", [2]], ids=repr)
-def test_numbers_of_processes_that_cannot_be_are_clean_errors(value: object) -> None:
-    with pytest.raises(ConfigError, match="must be a whole number from 1 to 4096"):
-        read_topology(environment({"sagemaker_mpi_enabled": True, MPI: value}))
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *((MPI, value, "must be a whole number from 1 to 4096") for value in (0, -1, 1.5, True, "many", [2])),
+        *(
+            ("sagemaker_mpi_enabled", value, "must be true or false")
+            for value in ("yes please", 2, [], {"enabled": True})
+        ),
+    ],
+)
+def test_a_number_or_a_switch_that_is_none_is_refused(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: {message}"):
+        read_topology(environment({"sagemaker_mpi_enabled": True, name: value}))
 
 
 def test_node_rank_is_the_place_in_the_hosts_as_given() -> None:
@@ -63,11 +73,6 @@ def test_node_rank_is_the_place_in_the_hosts_as_given() -> None:
     topology = read_topology(environment({TORCHRUN: 4}, hosts=hosts, current="algo-2"))
     assert (topology.node_rank, topology.master, topology.world_size) == (2, "algo-1", 12)
     assert topology.host == "algo-2"
-
-
-def test_mpi_goes_first_where_both_launchers_are_asked_for() -> None:
-    both = {"sagemaker_mpi_enabled": True, "sagemaker_torch_distributed_enabled": True}
-    assert read_topology(environment(both)).launcher == "mpirun"
 
 
 def test_ddp_port_is_the_meeting_port_and_one_host_is_reached_by_its_loopback_address() -> None:
@@ -85,12 +90,6 @@ def test_ddp_port_is_the_meeting_port_and_one_host_is_reached_by_its_loopback_ad
 )
 def test_the_switch_for_mpi_is_read_as_sdk_v2_sends_it(value: Any, launcher: str) -> None:
     assert read_topology(environment({"sagemaker_mpi_enabled": value})).launcher == launcher
-
-
-@pytest.mark.parametrize("value", ["yes please", 2, [], {"enabled": True}])
-def test_a_switch_that_is_none_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="sagemaker_mpi_enabled: must be true or false"):
-        read_topology(environment({"sagemaker_mpi_enabled": value}))
 
 
 def test_a_shell_script_has_one_process_on_each_host(tmp_path: Path) -> None:

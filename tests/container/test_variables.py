@@ -164,18 +164,16 @@ def test_the_fast_network_is_known_by_its_device(tmp_path: Path) -> None:
     assert not find_efa(tmp_path)
     (tmp_path / "uverbs0").touch()
     assert find_efa(tmp_path)
-    topology = Topology(("a", "b"), 0, 1, "torchrun", interface="eth0")
-    assert "FI_PROVIDER" not in process_variables({}, topology, 8, has_efa=False)
-    assert process_variables({}, topology, 8, has_efa=True)["FI_PROVIDER"] == "efa"
-    assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, topology, 8, has_efa=True)
+    assert "FI_PROVIDER" not in process_variables({}, TOPOLOGY, 8, has_efa=False)
+    assert process_variables({}, TOPOLOGY, 8, has_efa=True)["FI_PROVIDER"] == "efa"
+    assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, TOPOLOGY, 8, has_efa=True)
 
 
 def test_null_is_an_empty_text_as_in_the_toolkit() -> None:
     """Else `if args.resume_from:` of a ported script changes its meaning."""
     environment = replace(ENVIRONMENT, hyperparameters={"resume_from": None, "list": [None]})
     variables = platform_variables(environment, TOPOLOGY, [])
-    assert variables["SM_HP_RESUME_FROM"] == ""
-    assert variables["SM_HP_LIST"] == "[null]"
+    assert (variables["SM_HP_RESUME_FROM"], variables["SM_HP_LIST"]) == ("", "[null]")
     assert json.loads(variables["SM_HPS"])["resume_from"] is None
 
 
