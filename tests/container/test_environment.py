@@ -124,8 +124,8 @@ DIVIDED = """GPU 0: NVIDIA H200 (UUID: GPU-11aa-1)
 """
 
 
-def listed(text: str) -> tuple[str, ...]:
-    return ("printf", text.replace("%", "%%"))
+def gpus_seen(listed: str, visible: str | None) -> int:
+    return count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, ("printf", listed))
 
 
 def test_a_machine_without_the_drivers_tool_has_no_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,16 +155,12 @@ def test_a_machine_without_the_drivers_tool_has_no_gpus(capsys: pytest.CaptureFi
     ],
 )
 def test_gpus_are_counted_as_a_rank_sees_them(visible: str | None, count: int) -> None:
-    assert count_gpus(seen(visible), listed(THREE)) == count
+    assert gpus_seen(THREE, visible) == count
 
 
 @pytest.mark.parametrize("visible", [None, "MIG-bbbb-2", "MIG-aaaa-1,MIG-bbbb-2"])
 def test_a_process_sees_one_slice_of_a_divided_gpu(visible: str | None) -> None:
-    assert count_gpus(seen(visible), listed(DIVIDED + "GPU 1: NVIDIA H200 (UUID: GPU-33dd-4)\n")) == 1
-
-
-def seen(visible: str | None) -> dict[str, str]:
-    return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpus_seen(DIVIDED + "GPU 1: NVIDIA H200 (UUID: GPU-33dd-4)\n", visible) == 1
 
 
 def test_what_smpkit_itself_sends_is_known(tmp_path: Path) -> None:

@@ -79,18 +79,18 @@ def test_memory_that_runs_out_between_steps_runs_out_in_none() -> None:
     assert "\ntensors held 1.0 MiB: weights 1.0 MiB\nwas in no step: step 9 had ended" in screen
 
 
+OF_A_GPU = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
+OF_THE_HOST = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+
+
 @pytest.mark.parametrize(
     ("text", "has_ended", "helps"),
     [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has", False, True),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has", True, False),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has", False, False),
-        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503 bytes.", False, True),
-        (
-            "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes.",
-            False,
-            False,
-        ),
+        (f"{OF_A_GPU} 32.00 MiB. GPU 0 has", False, True),
+        (f"{OF_A_GPU} 32.00 MiB. GPU 0 has", True, False),
+        (f"{OF_A_GPU} 32.00 GiB. GPU 0 has", False, False),
+        (f"{OF_THE_HOST} 4503 bytes.", False, True),
+        (f"{OF_THE_HOST} 4503599627370496 bytes.", False, False),
         ("MemoryError", False, True),
     ],
     ids=["little", "between steps", "much", "little of the host", "much of the host", "unknown"],

@@ -30,13 +30,12 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
             assert (service, region_name) == ("secretsmanager", expected_region)
             made = real(service, region_name=region_name, aws_access_key_id="x", aws_secret_access_key="y")
             stubber = Stubber(made)
-            ((name, value),) = [found.popitem()]
-            if isinstance(value, bytes):
-                stubber.add_response("get_secret_value", {"SecretBinary": value}, {"SecretId": name})
-            elif value == "denied":
+            name, value = found.popitem()
+            if value == "denied":
                 stubber.add_client_error("get_secret_value", "AccessDeniedException", "not authorized")
             else:
-                stubber.add_response("get_secret_value", {"SecretString": value}, {"SecretId": name})
+                answer = {"SecretBinary" if isinstance(value, bytes) else "SecretString": value}
+                stubber.add_response("get_secret_value", answer, {"SecretId": name})
             stubber.activate()
             return made
 

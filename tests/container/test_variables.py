@@ -8,7 +8,13 @@ import pytest
 
 from smpkit_container.environment import Environment, Folders, Resources, find_efa
 from smpkit_container.topology import Topology
-from smpkit_container.variables import mpi_rank_variables, platform_variables, process_variables, torchrun_variables
+from smpkit_container.variables import (
+    mpi_rank_variables,
+    platform_variables,
+    process_variables,
+    script_arguments,
+    torchrun_variables,
+)
 
 GROUP = {"instance_group_name": "main", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-1", "algo-2"]}
 
@@ -180,3 +186,19 @@ def test_null_is_an_empty_text_as_in_the_toolkit() -> None:
 def test_what_is_not_known_does_not_hide_what_is_set() -> None:
     variables = platform_variables(replace(ENVIRONMENT, framework={}, job_name=""), TOPOLOGY, [])
     assert not {"SAGEMAKER_REGION", "SAGEMAKER_JOB_NAME"} & set(variables)
+
+
+def test_hyperparameters_become_sorted_arguments() -> None:
+    values = {"lr": 0.001, "epochs": 3, "flag": True, "name": "a b", "e": 1, "none": None, "d": {"b": 1, "a": None}}
+    assert script_arguments(values) == [
+        "-d", '{"a": null, "b": 1}',
+        "-e", "1", "--epochs", "3", "--flag", "True", "--lr", "0.001", "--name", "a b", "--none", "",
+    ]  # fmt: skip
+
+
+def test_trap_21_mp_parameters_in_the_toolkits_form() -> None:
+    values = {"mp_parameters": {"partitions": 2, "ddp": True, "microbatches": 4}, "epochs": 1}
+    assert script_arguments(values) == ["--epochs", "1"]
+    assert script_arguments(values, pass_mp_parameters=True) == [
+        "--epochs", "1", "--mp_parameters", "ddp=True,microbatches=4,partitions=2",
+    ]  # fmt: skip
