@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,6 @@ def test_spot_always_says_how_long_it_waits() -> None:
 
 def test_no_sdk_comes_along_unasked() -> None:
     """Tools that need one SDK cannot be installed beside those that need the other."""
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and newer")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert not [name for name in project["dependencies"] if name.startswith("sagemaker")]
     extras = project["optional-dependencies"]
