@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import pytest
@@ -196,20 +197,16 @@ def test_a_host_reads_what_was_sent(tmp_path: Path) -> None:
     config = {path.stem: json.loads(path.read_text()) for path in (base / "input" / "config").glob("*.json")}
     assert json.loads(config["hyperparameters"]["text"]) == "a,b 'q' \"d\"\n$x"
     hosts = described_hosts(environ)
-    assert (hosts["current_host"], hosts["first_address"], hosts["hosts"]) == (
-        "node-1",
-        "10.0.0.7",
-        ["node-0", "node-1"],
-    )
-    s3 = boto3.client("s3", REGION)
-    for name, opened in (("sagemaker_submit_directory", "r:gz"), ("sagemaker_smpkit_token_file", None)):
+    assert hosts["hosts"] == ["node-0", "node-1"]
+    assert (hosts["current_host"], hosts["first_address"]) == ("node-1", "10.0.0.7")
+
+    def fetched(name: str) -> bytes:
         bucket, _, key = json.loads(config["hyperparameters"][name]).removeprefix("s3://").partition("/")
-        content = s3.get_object(Bucket=bucket, Key=key)["Body"].read()
-        if opened:
-            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-                assert "train.py" in archive.getnames()
-        else:
-            assert len(content) == 64
+        return bytes(boto3.client("s3", REGION).get_object(Bucket=bucket, Key=key)["Body"].read())
+
+    with tarfile.open(fileobj=io.BytesIO(fetched("sagemaker_submit_directory"))) as archive:
+        assert "train.py" in archive.getnames()
+    assert len(fetched("sagemaker_smpkit_token_file")) == 64
     (base / "output" / "failure").write_text("ValueError: bad batch\nrank 1 on node-1, exit 1\n")
     leave_message(base, environ)
     [(_, failure)] = AwsBatch(boto3.Session(region_name=REGION))._failures(made["place"])
@@ -295,7 +292,7 @@ def test_what_batch_cannot_do_is_refused_by_name() -> None:
 def test_after_a_refusal_no_definition_and_no_files_stay_and_the_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     write()
     with monkeypatch.context() as refused:
-        refused.setattr(Cloud, "ask_once", lambda *_, **__: refuse())
+        refused.setattr(Cloud, "ask_once", Mock(side_effect=CloudError("refused")))
         for _ in range(2):
             assert "error: refused" in run("submit", "job.yaml", "--name", "again", code=4).stderr
     kept = boto3.client("s3", REGION).list_objects_v2(Bucket="bucket")["Contents"]
@@ -312,15 +309,11 @@ def test_a_job_runs_though_its_definition_may_not_be_removed(monkeypatch: pytest
 
     def refused(self: Cloud, service: str, operation: str, doing: str, **arguments: Any) -> Any:
         if operation == "deregister_job_definition":
-            refuse()
+            raise CloudError("refused")
         return ask(self, service, operation, doing, **arguments)
 
     monkeypatch.setattr(Cloud, "ask", refused)
     assert run("submit", "job.yaml", "--name", "kept").stdout == "kept\n"
-
-
-def refuse() -> None:
-    raise CloudError("refused")
 
 
 @pytest.mark.usefixtures("aws")
@@ -336,19 +329,16 @@ def test_doctor_looks_at_the_queue() -> None:
 # ---- what moto does not play -------------------------------------------------------------------------------------
 
 
-class StubbedSession:
-    """A session whose client of Batch answers what a test says, checked against the service's model."""
+@pytest.fixture
+def stub() -> Iterator[Stubber]:
+    """A client of Batch that answers what a test says, checked against the service's model."""
+    with Stubber(boto3.Session("testing", "testing").client("batch", REGION)) as stub:
+        yield stub
+        stub.assert_no_pending_responses()
 
-    region_name = REGION
 
-    def __init__(self) -> None:
-        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
-        self.batch = boto3.client("batch", REGION, **keys)
-        self.stub = Stubber(self.batch)
-
-    def client(self, service: str, /, **options: Any) -> Any:
-        assert service == "batch"
-        return self.batch
+def batch_of(stub: Stubber) -> AwsBatch:
+    return AwsBatch(Mock(region_name=REGION, client=Mock(return_value=stub.client)))
 
 
 CONTAINER = {"environment": [{"name": "SMPKIT_PLACES", "value": '{"checkpoints": "/efs/c"}'}]}
@@ -367,47 +357,36 @@ QUEUES = {"jobQueueName": QUEUE, "jobQueueArn": "a", "state": "ENABLED", "priori
 META = {"ResponseMetadata": {"RequestId": "1"}}
 
 
-def expect_job(stub: Stubber, **facts: Any) -> None:
+def expect_job(stub: Stubber, filters: Any, **facts: Any) -> None:
     stub.add_response("describe_job_queues", {"jobQueues": [QUEUES], **META}, {})
-    named = [{"name": "JOB_NAME", "values": ["job"]}]
-    listed = {"jobSummaryList": [{"jobId": "1", "jobName": "job", "createdAt": 1}], **META}
-    stub.add_response("list_jobs", listed, {"jobQueue": QUEUE, "filters": named})
+    summary = {"jobId": "1", "jobName": "job", "createdAt": 1, "status": facts["status"]}
+    stub.add_response("list_jobs", {"jobSummaryList": [summary], **META}, {"jobQueue": QUEUE, "filters": filters})
     stub.add_response("describe_jobs", {"jobs": [{**JOB, **facts}], **META}, {"jobs": ["1"]})
 
 
-def test_the_list_says_that_a_job_was_stopped() -> None:
+def test_the_list_says_that_a_job_was_stopped(stub: Stubber) -> None:
     """What Batch lists does not say it: a job that somebody ended has failed there."""
-    session = StubbedSession()
-    with session.stub as stub:
-        stub.add_response("describe_job_queues", {"jobQueues": [QUEUES], **META}, {})
-        listed = {"jobSummaryList": [{"jobId": "1", "jobName": "job", "createdAt": 1, "status": "FAILED"}], **META}
-        stub.add_response("list_jobs", listed, {"jobQueue": QUEUE, "filters": ANY})
-        created = round(datetime.now(timezone.utc).timestamp() * 1000)
-        ended = {"status": "FAILED", "isTerminated": True, "createdAt": created, "stoppedAt": created}
-        stub.add_response("describe_jobs", {"jobs": [{**JOB, **ended}], **META}, {"jobs": ["1"]})
-        assert [job.status for job in AwsBatch(session).list(Query("Stopped"))] == ["Stopped"]
+    now = round(datetime.now(timezone.utc).timestamp() * 1000)
+    expect_job(stub, ANY, status="FAILED", isTerminated=True, createdAt=now, stoppedAt=now)
+    assert [job.status for job in batch_of(stub).list(Query("Stopped"))] == ["Stopped"]
 
 
-def test_stop_terminates_a_job_that_runs_and_leaves_one_that_is_over() -> None:
-    session = StubbedSession()
-    with session.stub as stub:
-        expect_job(stub, status="RUNNING")
-        stub.add_response("terminate_job", META, {"jobId": "1", "reason": ANY})
-        AwsBatch(session).stop("job")
-        expect_job(stub, status="SUCCEEDED")
-        AwsBatch(session).stop("job")
-        stub.assert_no_pending_responses()
+def test_stop_terminates_a_job_that_runs_and_leaves_one_that_is_over(stub: Stubber) -> None:
+    named = [{"name": "JOB_NAME", "values": ["job"]}]
+    expect_job(stub, named, status="RUNNING")
+    stub.add_response("terminate_job", META, {"jobId": "1", "reason": ANY})
+    batch_of(stub).stop("job")
+    expect_job(stub, named, status="SUCCEEDED")
+    batch_of(stub).stop("job")
 
 
-def test_log_streams_of_all_attempts_belong_to_their_nodes() -> None:
-    session = StubbedSession()
+def test_log_streams_of_all_attempts_belong_to_their_nodes(stub: Stubber) -> None:
     first, last, before = ({"container": {"logStreamName": f"job/default/{name}"}} for name in "cdb")
     running = {**JOB, "status": "RUNNING"}
     nodes = [{**running, "jobId": "1#0", **first}, {**running, "jobId": "1#1", **last, "attempts": [before]}]
-    with session.stub as stub:
-        hosts = _Hosts({**JOB}, AwsBatch(session)._described)
-        stub.add_response("describe_jobs", {"jobs": nodes, **META}, {"jobs": ["1#0", "1#1"]})
-        assert [hosts(f"job/default/{name}") for name in "cdb"] == ["node-0", "node-1", "node-1"]
+    stub.add_response("describe_jobs", {"jobs": nodes, **META}, {"jobs": ["1#0", "1#1"]})
+    hosts = _Hosts({**JOB}, batch_of(stub)._described)
+    assert [hosts(f"job/default/{name}") for name in "cdb"] == ["node-0", "node-1", "node-1"]
 
 
 @pytest.mark.parametrize(
@@ -440,10 +419,8 @@ def test_attempts_are_interruptions_and_the_first_failing_rank_is_named() -> Non
         (NOW + timedelta(seconds=1), "ValueError: x\nrank 1 on node-1, exit 1"),
     ]
     found = status_of(job, reasons, NOW)
-    assert found.interruptions == 1
-    assert found.billable_seconds == 7
+    assert (found.interruptions, found.billable_seconds) == (1, 7)
     assert found.failure is not None
     assert (found.failure.headline, found.failure.rank, found.failure.host) == ("ValueError: x", 1, "node-1")
     alone = status_of({**job, "container": {"exitCode": 137, "reason": "OutOfMemoryError"}}, [], NOW)
-    assert alone.failure is not None
-    assert alone.failure.exit_code == 137
+    assert (alone.failure and alone.failure.exit_code) == 137

@@ -3,12 +3,13 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from smpkit.observe.status import Levers, RankStatus
 from smpkit.observe.summary import KindBytes
-from smpkit_container.failure import explain, mpirun_failure, rank_failure, stop_failure
+from smpkit_container.failure import Failure, explain, mpirun_failure, rank_failure, stop_failure
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RankError, RootCause
 from smpkit_container.supervise import Outcome, Timeouts
@@ -33,15 +34,13 @@ ERROR = RankError(
 )
 
 
-def outcome(
-    *ends: RankEnd,
-    missing: tuple[int, ...] = (),
-    status: int = 0,
-    said: str = "",
-    stop_signal: int = 0,
-    overdue: bool = False,
-) -> Outcome:
-    return Outcome(ends, missing, status, said, stop_signal, overdue=overdue, seconds=252.0)
+def outcome(*ends: RankEnd, missing: tuple[int, ...] = (), status: int = 0, **how: Any) -> Outcome:
+    return Outcome(ends, missing, status, "", seconds=252.0, **how)
+
+
+def failure_of(end: RankEnd, topology: Topology = TOPOLOGY, **others: Any) -> Failure:
+    """What a job that this rank ended tells; `others` are the root cause's other ranks."""
+    return rank_failure(RootCause(end, **others), outcome(), topology, CODE)
 
 
 @pytest.mark.parametrize(("seconds", "who"), [(9.0, "on algo-2; algo-1 ended"), (11.0, "rank 5 on algo-1, exit 137")])
@@ -54,8 +53,7 @@ def test_news_that_come_after_a_rank_was_killed_are_not_the_cause(seconds: float
 
 
 def test_screen_has_the_form_of_the_ux_rules() -> None:
-    root_cause = RootCause(RankEnd(5, 1, 1.0, ERROR), (0, 1, 2, 7))
-    assert rank_failure(root_cause, outcome(), TOPOLOGY, CODE).screen == (
+    assert failure_of(RankEnd(5, 1, 1.0, ERROR), followers=(0, 1, 2, 7)).screen == (
         "Failed after 4 m 12 s (rank 5, exit 1)\n"
         "\n"
         "    Traceback (most recent call last):\n"
@@ -70,8 +68,7 @@ def test_screen_has_the_form_of_the_ux_rules() -> None:
 def test_the_screen_names_the_host_of_a_job_that_has_several() -> None:
     """Of one host it does not, as the form above shows: a laptop was called `algo-1`."""
     two = replace(TOPOLOGY, hosts=("algo-1", "algo-2"))
-    failure = rank_failure(RootCause(RankEnd(5, 1, 1.0, ERROR)), outcome(), two, CODE)
-    assert "(rank 5 on algo-1, exit 1)" in failure.screen
+    assert "(rank 5 on algo-1, exit 1)" in failure_of(RankEnd(5, 1, 1.0, ERROR), two).screen
 
 
 @pytest.mark.parametrize(("text", "helps"), [("data/x.txt", True), ("{code}/data/x.txt", True), ("data/y.txt", False)])
@@ -93,22 +90,22 @@ def test_a_path_from_where_the_launcher_was_started_is_explained(
 def test_memory_that_runs_out_between_steps_runs_out_in_none() -> None:
     """It had been in `backward of microbatch 3`, the last action of the step before."""
     doing = RankStatus(9, held=KindBytes(weights=2**20), has_ended=True)
-    screen = rank_failure(RootCause(RankEnd(5, -9, 1.0, doing=doing)), outcome(), TOPOLOGY, CODE).screen
+    screen = failure_of(RankEnd(5, -9, 1.0, doing=doing)).screen
     assert "\ntensors held 1.0 MiB: weights 1.0 MiB\nwas in no step: step 9 had ended" in screen
+
+
+OF_A_GPU = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
+OF_THE_HOST = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 
 
 @pytest.mark.parametrize(
     ("text", "has_ended", "helps"),
     [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has", False, True),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has", True, False),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has", False, False),
-        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503 bytes.", False, True),
-        (
-            "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes.",
-            False,
-            False,
-        ),
+        (f"{OF_A_GPU} 32.00 MiB. GPU 0 has", False, True),
+        (f"{OF_A_GPU} 32.00 MiB. GPU 0 has", True, False),
+        (f"{OF_A_GPU} 32.00 GiB. GPU 0 has", False, False),
+        (f"{OF_THE_HOST} 4503 bytes.", False, True),
+        (f"{OF_THE_HOST} 4503599627370496 bytes.", False, False),
         ("MemoryError", False, True),
     ],
     ids=["little", "between steps", "much", "little of the host", "much of the host", "unknown"],
@@ -117,16 +114,14 @@ def test_a_setting_is_named_only_if_it_saves_what_was_asked_for(text: str, has_e
     """Of 4 PB between steps, `smp.set_activation_checkpointing(layers)` was said to save most: up to 131.0 KiB."""
     levers = Levers(1, {"checkpointing": "smp.set_activation_checkpointing(layers)"})
     doing = RankStatus(3, held=KindBytes(activations=2**30), levers=levers, has_ended=has_ended)
-    name = text.partition(":")[0]
-    screen = rank_failure(
-        RootCause(RankEnd(0, 1, 1.0, RankError(name, text, text, exit_code=1), doing=doing)), outcome(), TOPOLOGY, CODE
-    ).screen
+    error = RankError(text.partition(":")[0], text, text, exit_code=1)
+    screen = failure_of(RankEnd(0, 1, 1.0, error, doing=doing)).screen
     assert ("hint: `smp.set_activation_checkpointing(layers)` saves most: up to 1.0 GiB" in screen) == helps
     assert ("hint: use more microbatches" in screen) != helps
 
 
 def test_failure_file_has_the_exception_first_and_the_users_frames_before_libraries() -> None:
-    assert rank_failure(RootCause(RankEnd(5, 1, 1.0, ERROR)), outcome(), TOPOLOGY, CODE).reason == (
+    assert failure_of(RankEnd(5, 1, 1.0, ERROR)).reason == (
         "ValueError: hidden size 2050 is not divisible by tensor degree 4\n"
         "rank 5 on algo-1, exit 1\n"
         '  File "train.py", line 41, in build_model\n'
@@ -138,7 +133,7 @@ def test_failure_file_has_the_exception_first_and_the_users_frames_before_librar
 @pytest.mark.parametrize("character", ["x", "ß", "名", "😀"])
 def test_failure_file_has_at_most_1024_characters_and_still_the_rank(character: str) -> None:
     long = RankError("ValueError", f"ValueError: {character * 3000}", "", frames=[*ERROR.frames] * 30)
-    reason = rank_failure(RootCause(RankEnd(5, 1, 1.0, long)), outcome(), TOPOLOGY, CODE).reason
+    reason = failure_of(RankEnd(5, 1, 1.0, long)).reason
     assert len(reason) == 1024
     assert "\nrank 5 on algo-1, exit 1\n" in reason
     assert "line 41" in reason
@@ -147,30 +142,29 @@ def test_failure_file_has_at_most_1024_characters_and_still_the_rank(character: 
 
 def test_failure_file_controls_no_terminal() -> None:
     text = "ValueError: \x1b[31mred\x1b[0m \x1b]0;title\x07"
-    evil = replace(ERROR, message=text, traceback=text)
-    reason = rank_failure(RootCause(RankEnd(5, 1, 1.0, evil)), outcome(), TOPOLOGY, CODE).reason
+    reason = failure_of(RankEnd(5, 1, 1.0, replace(ERROR, message=text, traceback=text))).reason
     assert reason.startswith("ValueError: red \\x1b]0;title\\x07\nrank 5 on algo-1, exit 1\n")
 
 
 def test_hint_is_shown_once_in_both_forms() -> None:
     hinted = RankError("smpkit.errors.UsageError", "x: y\nhint: z", "smpkit.errors.UsageError: y\nhint: z\n", hint="z")
-    failure = rank_failure(RootCause(RankEnd(0, 1, 1.0, hinted)), outcome(), TOPOLOGY, CODE)
+    failure = failure_of(RankEnd(0, 1, 1.0, hinted))
     assert failure.screen.count("hint: z") == 1
     assert "hint: z" in failure.reason
 
 
 def test_last_lines_stand_in_for_a_missing_exception() -> None:
-    failure = rank_failure(RootCause(RankEnd(2, 7, 1.0, last_lines=("a", "b"))), outcome(), TOPOLOGY, CODE)
+    failure = failure_of(RankEnd(2, 7, 1.0, last_lines=("a", "b")))
     assert failure.reason == "the script exited with code 7\nrank 2 on algo-1, exit 7\n  | b\n  | a"
     assert "its last lines:\n      a\n      b" in failure.screen
 
 
 def test_killed_rank_may_be_out_of_memory() -> None:
-    failure = rank_failure(RootCause(RankEnd(2, -9, 1.0)), outcome(), TOPOLOGY, CODE)
+    failure = failure_of(RankEnd(2, -9, 1.0))
     assert failure.exit_code == 137
     assert failure.reason.startswith("the process was killed by SIGKILL (the machine may be out of memory)")
     assert "hint: use more microbatches, checkpoint or offload activations" in failure.screen
-    measured = rank_failure(RootCause(RankEnd(2, -9, 1.0, peak_bytes=3 << 30)), outcome(), TOPOLOGY, CODE)
+    measured = failure_of(RankEnd(2, -9, 1.0, peak_bytes=3 << 30))
     assert "SIGKILL (the machine may be out of memory; its process took up to 3.0 GiB)" in measured.screen
 
 
@@ -189,29 +183,25 @@ def test_errors_that_do_not_say_what_to_try_get_a_hint(
     name: str, text: str, last_lines: tuple[str, ...], hint: str
 ) -> None:
     code = 2 if name == "SystemExit" else 1
-    end = RankEnd(0, code, 1.0, RankError(name, text, f"{text}\n", exit_code=code), last_lines=last_lines)
-    failure = rank_failure(RootCause(end), outcome(), TOPOLOGY, CODE)
-    assert "\nhint: " in failure.screen
-    assert hint in failure.screen.partition("\nhint: ")[2]
+    error = RankError(name, text, f"{text}\n", exit_code=code)
+    assert hint in failure_of(RankEnd(0, code, 1.0, error, last_lines=last_lines)).screen.partition("\nhint: ")[2]
 
 
 def test_an_error_without_a_known_remedy_gets_no_hint() -> None:
-    assert "hint" not in rank_failure(RootCause(RankEnd(0, 1, 1.0, ERROR)), outcome(), TOPOLOGY, CODE).screen
+    assert "hint" not in failure_of(RankEnd(0, 1, 1.0, ERROR)).screen
     plain = RankError("SystemExit", "SystemExit: 2", "", exit_code=2)
-    assert "hint" not in rank_failure(RootCause(RankEnd(0, 2, 1.0, plain)), outcome(), TOPOLOGY, CODE).screen
+    assert "hint" not in failure_of(RankEnd(0, 2, 1.0, plain)).screen
 
 
 def test_a_rank_that_is_waited_for_shows_the_scripts_lines_below_those_of_libraries() -> None:
     libraries = "".join(f'  File "/usr/lib/python3.11/x.py", line {line} in inner\n' for line in range(9))
     stack = f'{libraries}  File "/job/code/train.py", line 7 in forgotten\n  File "<frozen runpy>", line 88 in _run\n'
-    cause = RootCause(
-        RankEnd(0, 1, 1.0, ERROR), still_running=(RankEnd(2, -15, 9.0, stopped=True, stack=stack), RankEnd(3, -15, 9.0))
-    )
-    said = rank_failure(cause, outcome(), TOPOLOGY, CODE).screen
+    end, running = RankEnd(0, 1, 1.0, ERROR), RankEnd(2, -15, 9.0, stopped=True, stack=stack)
+    said = failure_of(end, still_running=(running, RankEnd(3, -15, 9.0))).screen
     assert 'rank 2 was still running, here:\n  File "train.py", line 7, in forgotten\nrank 3 was still running' in said
     assert "inner" not in said
-    alone = replace(cause, still_running=(replace(cause.still_running[0], stack=libraries),))
-    assert rank_failure(alone, outcome(), TOPOLOGY, CODE).screen.count("in inner") == 4
+    alone = failure_of(end, still_running=(replace(running, stack=libraries),))
+    assert alone.screen.count("in inner") == 4
 
 
 @pytest.mark.parametrize(

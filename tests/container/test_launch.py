@@ -8,7 +8,6 @@ import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,9 +32,17 @@ def test_waits_without_end_are_refused(text: str) -> None:
         timeouts_from({"SMPKIT_GRACE_SECONDS": text})
 
 
-def job(base: Path, framework: dict[str, Any]) -> Environment:
+def start(base: Path, environ: dict[str, str], **framework: object) -> int:
+    """Be the launcher of the job below `base`, and return its exit code."""
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    return launch(Environment(Folders(base), framework=framework), environ, console)
+
+
+def run(base: Path, script: str, *, mpi: bool = False, **variables: str) -> int:
+    """Launch one rank of a script."""
     (base / "code").mkdir(exist_ok=True)
-    return Environment(Folders(base), framework=framework)
+    (base / "code" / "train.py").write_text(script)
+    return start(base, {**os.environ, **variables}, sagemaker_program="train.py", sagemaker_mpi_enabled=mpi)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +60,12 @@ def job(base: Path, framework: dict[str, Any]) -> Environment:
     ids=["none", "missing", "another language", "shell and launcher"],
 )
 def test_entry_points_that_cannot_run(
-    tmp_path: Path, framework: dict[str, Any], error: type[SmpkitError], message: str
+    tmp_path: Path, framework: dict[str, object], error: type[SmpkitError], message: str
 ) -> None:
-    environment = job(tmp_path, framework)
+    (tmp_path / "code").mkdir()
     (tmp_path / "code" / "run.rb").touch()
     with pytest.raises(error, match=message):
-        launch(environment, {}, Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False))
+        start(tmp_path, {}, **framework)
 
 
 def test_the_program_tells_bad_files_and_leaves_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,30 +119,23 @@ def test_a_command_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[st
 
 
 def test_a_failure_file_of_the_script_is_kept_and_an_older_one_is_not(tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "output").mkdir()
-    (tmp_path / "output" / "failure").write_text("of an earlier run")
-    (tmp_path / "code" / "train.py").write_text("import sys; sys.exit(4)")
-    framework = {"sagemaker_program": "train.py", "sagemaker_mpi_enabled": True}
-    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
-    assert launch(job(tmp_path, framework), os.environ, console) == 4
     failure = tmp_path / "output" / "failure"
+    failure.parent.mkdir()
+    failure.write_text("of an earlier run")
+    assert run(tmp_path, "import sys; sys.exit(4)", mpi=True) == 4
     assert failure.read_text().startswith("the script exited with code 4")
     own = "import os, sys; open(os.environ['SM_OUTPUT_FAILURE'], 'w').write('mine'); sys.exit(4)"
-    (tmp_path / "code" / "train.py").write_text(own)
-    assert launch(job(tmp_path, framework), os.environ, console) == 4
+    assert run(tmp_path, own, mpi=True) == 4
     assert failure.read_text() == "mine"
 
 
 def test_a_rank_that_fills_the_disk_leaves_room_for_the_reason(tmp_path: Path) -> None:
     """`smpkit runs` said `failed: exit code 1` of a run that had no space left, and SageMaker says no more, either."""
-    environment = job(tmp_path, {"sagemaker_program": "train.py"})
-    (tmp_path / "code" / "train.py").write_text(
+    script = (
         "import os, sys\nfrom pathlib import Path\nroom = Path(os.environ['SM_OUTPUT_FAILURE']).parent / '.room'\n"
         "sys.exit(4 if room.stat().st_blocks * 512 >= 16384 else 5)\n"
     )
-    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
-    assert launch(environment, dict(os.environ), console) == 4
+    assert run(tmp_path, script) == 4
     assert sorted(path.name for path in (tmp_path / "output").iterdir() if path.is_file()) == ["failure"]
 
 
@@ -143,13 +143,11 @@ def test_a_job_whose_failure_file_cannot_be_written_ends_as_its_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on a full disk, where the launcher ended with 1 and a bare `No space left on device`."""
-    environment = job(tmp_path, {"sagemaker_program": "train.py"})
-    (tmp_path / "code" / "train.py").write_text(
+    script = (
         "import os, sys\nfrom pathlib import Path\noutput = Path(os.environ['SM_OUTPUT_FAILURE']).parent\n"
         "output.rename(output.with_name('away'))\noutput.touch()\nsys.exit(4)\n"
     )
-    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
-    assert launch(environment, dict(os.environ), console) == 4
+    assert run(tmp_path, script) == 4
     assert "the failure file could not be written: " in capsys.readouterr().err
 
 
@@ -169,36 +167,23 @@ def test_ranks_that_share_gpus_are_told_before_they_start(num_gpus: int, environ
     assert bool(notice) == bool(words)
 
 
-def test_an_exit_code_that_python_makes_zero_is_no_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "train.py").write_text("import sys; sys.exit(256)")
-    environment = job(tmp_path, {"sagemaker_program": "train.py"})
-    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
-    assert launch(environment, dict(os.environ), console) == 0
-    assert not environment.folders.failure.exists()
+def test_an_exit_code_that_python_makes_zero_is_no_failure(tmp_path: Path) -> None:
+    assert run(tmp_path, "import sys; sys.exit(256)") == 0
+    assert not (tmp_path / "output" / "failure").exists()
 
 
 def test_an_attempt_does_not_end_with_the_summary_of_the_one_before(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "summary.json").write_text("of an earlier attempt")
-    environment = job(tmp_path, {"sagemaker_program": "train.py"})
-    (tmp_path / "code" / "train.py").touch()
-    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
-    assert launch(environment, {**os.environ, "SMPKIT_RUN_DIR": str(run)}, console) == 0
-    assert not (run / "summary.json").exists()
+    (tmp_path / "summary.json").write_text("of an earlier attempt")
+    assert run(tmp_path, "", SMPKIT_RUN_DIR=str(tmp_path)) == 0
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_the_summary_tells_how_the_job_ended_and_not_rank_0_alone(tmp_path: Path) -> None:
     """A job of Slurm that was preempted, or failed while it ended, was `finished` in its report."""
-    run = tmp_path / "run"
-    run.mkdir()
-    environment = job(tmp_path, {"sagemaker_program": "train.py"})
-    (tmp_path / "code" / "train.py").write_text(
+    script = (
         "import os, sys\nfrom pathlib import Path\nfrom smpkit.observe.summary import RunSummary, write_summary\n"
         "write_summary(Path(os.environ['SMPKIT_RUN_DIR']), RunSummary('job', 0.0, 1.0, 5, 'finished'))\nsys.exit(3)\n"
     )
-    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
-    assert launch(environment, {**os.environ, "SMPKIT_RUN_DIR": str(run)}, console) == 3
-    summary = read_summary(run)
+    assert run(tmp_path, script, SMPKIT_RUN_DIR=str(tmp_path)) == 3
+    summary = read_summary(tmp_path)
     assert (summary.steps, summary.exit_reason.partition(":")[0]) == (5, "failed")

@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,9 +85,23 @@ def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return [(process.returncode, *texts) for process, texts in zip(processes, written, strict=True)]
 
 
-def await_ready(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert "ready" in process.stdout.readline()
+@contextmanager
+def two_that_wait(tmp_path: Path, script: str = WAIT) -> Iterator[list[Started]]:
+    """Start both launchers, and go on when both ranks are ready."""
+    with free_ports() as port:
+        processes = [start(tmp_path, number, script, port) for number in range(2)]
+        for process in processes:
+            assert "ready" in (process.stdout.readline() if process.stdout else "")
+        yield processes
+
+
+@contextmanager
+def meanwhile(does: Callable[..., object], *arguments: object) -> Iterator[threading.Thread]:
+    """Do something in another thread, and wait for its end."""
+    thread = threading.Thread(target=does, args=arguments, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -114,33 +129,23 @@ def test_a_rank_that_fails_on_one_host_ends_the_other_with_its_reason(
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_killed_ends_the_other_and_leaves_nothing(tmp_path: Path, lost: int) -> None:
-    mark = f"SMPKIT_TEST_MARK={tmp_path}"
-    script = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + WAIT
-    with free_ports() as port:
-        processes = [start(tmp_path, number, script, port, SMPKIT_TEST_MARK=str(tmp_path)) for number in range(2)]
-        for process in processes:
-            await_ready(process)
+    with two_that_wait(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + WAIT) as processes:
         processes[lost].kill()
         status, _, err = ends(processes)[1 - lost]
     assert status == 1
     assert f"{HOSTS[lost]}: the host was lost: its launcher was killed" in err
     deadline = time.monotonic() + 30
-    while processes_with(mark):
+    while processes_with(f"SMPKIT_TEST_MARK={tmp_path}"):
         assert time.monotonic() < deadline, "processes were left behind"
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_stop_of_one_host_stops_all_with_time_to_save(tmp_path: Path, asked: int) -> None:
-    with free_ports() as port:
-        processes = [start(tmp_path, number, WAIT, port) for number in range(2)]
-        for process in processes:
-            await_ready(process)
+    with two_that_wait(tmp_path) as processes:
         processes[asked].send_signal(signal.SIGTERM)
-        first, second = ends(processes)
-    assert (first[0], second[0]) == (0, 0)
-    assert "saved" in first[1]
-    assert "saved" in second[1]
+        for status, out, _ in ends(processes):
+            assert (status, "saved" in out) == (0, True)
 
 
 TOKEN = b"of this job"
@@ -173,8 +178,9 @@ STRANGERS = {
 
 def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
     """An impostor took a host's place, and three silent connections held up the meeting until it failed."""
+    come: list[object] = []
+    facts = [{"name": "localhost", "ranks": 1, "place": "here"}, {"name": "127.0.0.2", "ranks": 1, "key": "value"}]
     with free_ports() as port, contextlib.ExitStack() as stack:
-        come: list[object] = []
 
         def second() -> None:
             for data in [*STRANGERS.values(), b"", b"", b""]:
@@ -182,14 +188,8 @@ def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
             with meet(SECOND, {"key": "value"}, 60.0, port, TOKEN) as peers:
                 come.extend(peers.facts)
 
-        thread = threading.Thread(target=second, daemon=True)
-        thread.start()
         began = time.monotonic()
-        facts = [
-            {"name": "localhost", "ranks": 1, "place": "here"},
-            {"name": "127.0.0.2", "ranks": 1, "key": "value"},
-        ]
-        with meet(FIRST, {"place": "here"}, 60.0, port, TOKEN) as peers:
+        with meanwhile(second) as thread, meet(FIRST, {"place": "here"}, 60.0, port, TOKEN) as peers:
             assert peers.facts == facts
             thread.join(60)
         assert come == facts
@@ -215,40 +215,30 @@ def test_hosts_meet_over_ipv6() -> None:
 
 @pytest.mark.parametrize("topology", [FIRST, SECOND], ids=["first", "second"])
 def test_hosts_of_two_jobs_do_not_meet(topology: Topology) -> None:
-    with free_ports() as port:
+    def meet_another() -> None:
         other = SECOND if topology is FIRST else FIRST
-
-        def meet_another() -> None:
-            with contextlib.suppress(LaunchError), meet(other, {}, 3.0, port, b"of another job"):
-                pass
-
-        thread = threading.Thread(target=meet_another, daemon=True)
-        thread.start()
-        with pytest.raises(LaunchError, match="this job's token"), meet(topology, {}, 2.0, port, TOKEN):
+        with contextlib.suppress(LaunchError), meet(other, {}, 3.0, port, b"of another job"):
             pass
-        thread.join(60)
+
+    refused = pytest.raises(LaunchError, match="this job's token")
+    with free_ports() as port, meanwhile(meet_another), refused, meet(topology, {}, 2.0, port, TOKEN):
+        pass
 
 
 def test_hosts_that_count_their_ranks_differently_say_so() -> None:
     """As where one of eight GPUs has failed: two ranks had the same number, and the others waited for half an hour."""
-    said = []
-    with free_ports() as port:
+    said: list[str] = []
 
-        def second() -> None:
-            try:
-                with meet(replace(SECOND, processes_per_host=7), {}, 60.0, port, TOKEN):
-                    said.append("met")
-            except LaunchError as error:
-                said.append(error.message)
+    def come(topology: Topology, ranks: int) -> None:
+        try:
+            with meet(replace(topology, processes_per_host=ranks), {}, 60.0, port, TOKEN):
+                said.append("met")
+        except LaunchError as error:
+            said.append(error.message)
 
-        thread = threading.Thread(target=second, daemon=True)
-        thread.start()
-        message = "localhost would start 8 ranks, but 127.0.0.2 7"
-        first = meet(replace(FIRST, processes_per_host=8), {}, 60.0, port, TOKEN)
-        with pytest.raises(LaunchError, match=message), first:
-            said.append("met")
-        thread.join(60)
-    assert said == [message]
+    with free_ports() as port, meanwhile(come, SECOND, 7):
+        come(FIRST, 8)
+    assert said == ["localhost would start 8 ranks, but 127.0.0.2 7"] * 2
 
 
 def test_a_host_that_is_gone_while_others_are_awaited_may_come_again() -> None:
@@ -260,15 +250,11 @@ def test_a_host_that_is_gone_while_others_are_awaited_may_come_again() -> None:
         with contextlib.suppress(LaunchError), meet(Topology(names, number, 1, "torchrun"), {}, seconds, port, TOKEN):
             met.append(number)
 
-    with free_ports() as port:
-        first, third = (threading.Thread(target=come, args=(number, 30.0), daemon=True) for number in (0, 2))
-        first.start()
+    with free_ports() as port, meanwhile(come, 0, 30.0):
         come(1, 1.0)  # and give up
-        third.start()
-        time.sleep(1)  # for the third one to come
-        come(1, 10.0)
-        first.join(60)
-        third.join(60)
+        with meanwhile(come, 2, 30.0):
+            time.sleep(1)  # for the third one to come
+            come(1, 10.0)
     assert sorted(met) == [0, 1, 2]
 
 
@@ -293,11 +279,9 @@ def connected(index: int = 0, hosts: int = 2) -> Iterator[tuple[Peers, list[Conn
 def test_a_host_that_sends_garbage_is_given_up(data: bytes) -> None:
     with connected() as (peers, [theirs]):
         ours = peers.connections[1]
-        thread = threading.Thread(target=send, args=(theirs, data), daemon=True)
-        thread.start()
-        assert not peers.hear(1)
-        ours.close()
-        thread.join(60)
+        with meanwhile(send, theirs, data):
+            assert not peers.hear(1)
+            ours.close()
         assert peers.news == News("host-1", "gave up on the host: it sent garbage", lost=False)
         assert not peers.stop_signal
         assert not peers.connections
@@ -332,20 +316,17 @@ def test_the_first_host_passes_bad_news_on_to_all_others() -> None:
 )
 def test_only_a_host_whose_machine_or_network_is_gone_is_lost(error: Exception, reason: str, lost: bool) -> None:
     """A scheduler starts a host again that ended because another one was lost; what was killed fails the job."""
-
-    class Broken:
-        def recv_bytes(self, most: int) -> bytes:
-            raise error
-
     with connected() as (peers, _):
-        peers.connections[1] = Broken()  # type: ignore[assignment]
+        peers.connections[1] = Mock(recv_bytes=Mock(side_effect=error))
         assert not peers.hear(1)
         assert peers.news == News("host-1", reason, lost=lost)
 
 
+TWO = Resources(("algo-1", "algo-2"), "algo-1")
+
+
 def test_the_token_is_the_same_on_all_hosts_and_random_where_there_is_one() -> None:
-    two = Resources(("algo-1", "algo-2"), "algo-1")
-    job = Environment(Folders(Path("/a")), {"lr": 1}, {"sagemaker_program": "train.py"}, two, job_name="job")
+    job = Environment(Folders(Path("/a")), {"lr": 1}, {"sagemaker_program": "train.py"}, TWO, job_name="job")
     other = replace(job, folders=Folders(Path("/b")), resources=Resources(("algo-2", "algo-1"), "algo-2"))
     assert job_token(job) == job_token(other)
     assert job_token(job) != job_token(replace(job, hyperparameters={"lr": 2}))
@@ -354,18 +335,12 @@ def test_the_token_is_the_same_on_all_hosts_and_random_where_there_is_one() -> N
 
 
 def test_the_token_is_read_from_where_the_request_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    def download(bucket: str, key: str, target: str) -> None:
+        Path(target).write_text(f"{bucket} {key}".rjust(64))
 
-    class Client:
-        def download_file(self, bucket: str, key: str, target: str) -> None:
-            asked.append((bucket, key))
-            Path(target).write_bytes(b"0" * 64)
-
-    monkeypatch.setattr("boto3.client", lambda *_, **__: Client())
-    two = Resources(("algo-1", "algo-2"), "algo-1")
-    job = Environment(Folders(tmp_path), framework={TOKEN_FILE: "s3://bucket/a/token"}, resources=two)
-    assert job_token(job) == b"0" * 64
-    assert asked == [("bucket", "a/token")]
+    monkeypatch.setattr("boto3.client", Mock(return_value=Mock(download_file=download)))
+    job = Environment(Folders(tmp_path), framework={TOKEN_FILE: "s3://bucket/a/token"}, resources=TWO)
+    assert job_token(job) == b"bucket a/token".rjust(64)
     brought = tmp_path / "token"
     brought.write_bytes(b"1" * 64)
     assert job_token(replace(job, framework={TOKEN_FILE: str(brought)})) == b"1" * 64
@@ -375,8 +350,7 @@ def test_the_token_is_read_from_where_the_request_says(tmp_path: Path, monkeypat
 def test_a_token_that_is_none_ends_the_job(tmp_path: Path, content: bytes | None, said: str) -> None:
     if content is not None:
         (tmp_path / "token").write_bytes(content)
-    two = Resources(("algo-1", "algo-2"), "algo-1")
-    job = Environment(Folders(tmp_path), framework={TOKEN_FILE: str(tmp_path / "token")}, resources=two)
+    job = Environment(Folders(tmp_path), framework={TOKEN_FILE: str(tmp_path / "token")}, resources=TWO)
     with pytest.raises(LaunchError, match=f"the job's token .* {said}"):
         job_token(job)
 

@@ -65,11 +65,7 @@ def test_a_job_that_was_stopped_before_its_launcher_came_does_not_begin(tmp_path
 
 
 def test_a_host_without_its_variables_leaves_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    environ = {
-        **HOSTS,
-        "SMPKIT_BASE_DIR": str(tmp_path / "ml"),
-        "SMPKIT_TERMINATION_MESSAGE": str(tmp_path / "message"),
-    }
-    assert main(["train"], environ) == 1
+    places = {"SMPKIT_BASE_DIR": f"{tmp_path}/ml", "SMPKIT_TERMINATION_MESSAGE": f"{tmp_path}/message"}
+    assert main(["train"], {**HOSTS, **places}) == 1
     assert "is the number of one of 3 hosts" in capsys.readouterr().err
     assert "is the number of one of 3 hosts" in (tmp_path / "message").read_text()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import pytest
@@ -30,13 +31,12 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
             assert (service, region_name) == ("secretsmanager", expected_region)
             made = real(service, region_name=region_name, aws_access_key_id="x", aws_secret_access_key="y")
             stubber = Stubber(made)
-            ((name, value),) = [found.popitem()]
-            if isinstance(value, bytes):
-                stubber.add_response("get_secret_value", {"SecretBinary": value}, {"SecretId": name})
-            elif value == "denied":
+            name, value = found.popitem()
+            if value == "denied":
                 stubber.add_client_error("get_secret_value", "AccessDeniedException", "not authorized")
             else:
-                stubber.add_response("get_secret_value", {"SecretString": value}, {"SecretId": name})
+                answer = {"SecretBinary" if isinstance(value, bytes) else "SecretString": value}
+                stubber.add_response("get_secret_value", answer, {"SecretId": name})
             stubber.activate()
             return made
 
@@ -96,12 +96,7 @@ def test_the_script_has_the_variable_and_no_file_has_its_value(
     config.mkdir(parents=True)
     sent = {SECRETS: json.dumps({"HF_TOKEN": {"entry": "token"}}), "sagemaker_region": '"eu-west-1"'}
     (config / "hyperparameters.json").write_text(json.dumps(sent))
-    seen: dict[str, Any] = {}
-
-    def launch(environment: Environment, environ: dict[str, str], *_: Any, **__: Any) -> int:
-        seen.update(environ)
-        return 0
-
+    launch = Mock(return_value=0)
     monkeypatch.setattr(program, "launch", launch)
     assert program.main(["train"], {"SMPKIT_BASE_DIR": str(tmp_path)}) == 0
-    assert seen["HF_TOKEN"] == "s3cr3t-value"
+    assert launch.call_args.args[1]["HF_TOKEN"] == "s3cr3t-value"

@@ -40,8 +40,9 @@ def environment(
         ({}, {"partitions": 2, "tensor_parallel_degree": 3}, 0, 6),
         ({}, {"pipeline_parallel_degree": 4}, 0, 4),
         ({}, {}, 0, 1),
+        ({"sagemaker_mpi_enabled": True, "sagemaker_torch_distributed_enabled": True}, {}, 0, 1),
     ],
-    ids=["mpi", "mpi text", "torchrun", "torchrun on all gpus", "gpus", "degrees", "pipeline", "one"],
+    ids=["mpi", "mpi text", "torchrun", "torchrun on all gpus", "gpus", "degrees", "pipeline", "one", "mpi first"],
 )
 def test_processes_per_host(
     framework: dict[str, Any], parameters: dict[str, Any], num_gpus: int, expected: int
@@ -63,11 +64,6 @@ def test_node_rank_is_the_place_in_the_hosts_as_given() -> None:
     topology = read_topology(environment({TORCHRUN: 4}, hosts=hosts, current="algo-2"))
     assert (topology.node_rank, topology.master, topology.world_size) == (2, "algo-1", 12)
     assert topology.host == "algo-2"
-
-
-def test_mpi_goes_first_where_both_launchers_are_asked_for() -> None:
-    both = {"sagemaker_mpi_enabled": True, "sagemaker_torch_distributed_enabled": True}
-    assert read_topology(environment(both)).launcher == "mpirun"
 
 
 def test_ddp_port_is_the_meeting_port_and_one_host_is_reached_by_its_loopback_address() -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from smpkit_container.environment import Environment, Folders, Resources, find_efa
 from smpkit_container.topology import Topology
-from smpkit_container.variables import mpi_rank_variables, platform_variables, process_variables, torchrun_variables
+from smpkit_container.variables import (
+    mpi_rank_variables,
+    platform_variables,
+    process_variables,
+    script_arguments,
+    torchrun_variables,
+)
 
 GROUP = {"instance_group_name": "main", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-1", "algo-2"]}
 
@@ -164,21 +170,35 @@ def test_the_fast_network_is_known_by_its_device(tmp_path: Path) -> None:
     assert not find_efa(tmp_path)
     (tmp_path / "uverbs0").touch()
     assert find_efa(tmp_path)
-    topology = Topology(("a", "b"), 0, 1, "torchrun", interface="eth0")
-    assert "FI_PROVIDER" not in process_variables({}, topology, 8, has_efa=False)
-    assert process_variables({}, topology, 8, has_efa=True)["FI_PROVIDER"] == "efa"
-    assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, topology, 8, has_efa=True)
+    assert "FI_PROVIDER" not in process_variables({}, TOPOLOGY, 8, has_efa=False)
+    assert process_variables({}, TOPOLOGY, 8, has_efa=True)["FI_PROVIDER"] == "efa"
+    assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, TOPOLOGY, 8, has_efa=True)
 
 
 def test_null_is_an_empty_text_as_in_the_toolkit() -> None:
     """Else `if args.resume_from:` of a ported script changes its meaning."""
     environment = replace(ENVIRONMENT, hyperparameters={"resume_from": None, "list": [None]})
     variables = platform_variables(environment, TOPOLOGY, [])
-    assert variables["SM_HP_RESUME_FROM"] == ""
-    assert variables["SM_HP_LIST"] == "[null]"
+    assert (variables["SM_HP_RESUME_FROM"], variables["SM_HP_LIST"]) == ("", "[null]")
     assert json.loads(variables["SM_HPS"])["resume_from"] is None
 
 
 def test_what_is_not_known_does_not_hide_what_is_set() -> None:
     variables = platform_variables(replace(ENVIRONMENT, framework={}, job_name=""), TOPOLOGY, [])
     assert not {"SAGEMAKER_REGION", "SAGEMAKER_JOB_NAME"} & set(variables)
+
+
+def test_hyperparameters_become_sorted_arguments() -> None:
+    values = {"lr": 0.001, "epochs": 3, "flag": True, "name": "a b", "e": 1, "none": None, "d": {"b": 1, "a": None}}
+    assert script_arguments(values) == [
+        "-d", '{"a": null, "b": 1}',
+        "-e", "1", "--epochs", "3", "--flag", "True", "--lr", "0.001", "--name", "a b", "--none", "",
+    ]  # fmt: skip
+
+
+def test_trap_21_mp_parameters_in_the_toolkits_form() -> None:
+    values = {"mp_parameters": {"partitions": 2, "ddp": True, "microbatches": 4}, "epochs": 1}
+    assert script_arguments(values) == ["--epochs", "1"]
+    assert script_arguments(values, pass_mp_parameters=True) == [
+        "--epochs", "1", "--mp_parameters", "ddp=True,microbatches=4,partitions=2",
+    ]  # fmt: skip

@@ -41,13 +41,8 @@ def names(folder: Path, *dependencies: Path) -> list[str]:
 
 def test_the_launcher_unpacks_what_was_packed(tmp_path: Path) -> None:
     """Both ends of the wire: the launcher takes plain files and folders only."""
-    files = {
-        "train.py": "print()",
-        "a/b/c.py": "c",
-        "empty": "",
-        f"{'d' * 90}/{'f' * 90}": "x",
-        "d/" + "é" * 60: "long",
-    }
+    long = {f"{'d' * 90}/{'f' * 90}": "x", "d/" + "é" * 60: "long"}
+    files = {"train.py": "print()", "a/b/c.py": "c", "empty": "", **long}
     source = fill(tmp_path / "src", **files)
     (source / "large").write_bytes(os.urandom(3 * 2**20 + 17))
     (source / "train.py").chmod(0o755)
@@ -101,19 +96,8 @@ def test_harmless_names_are_packed(tmp_path: Path, name: str) -> None:
 
 
 def test_repositories_caches_and_environments_are_left_out(tmp_path: Path) -> None:
-    fill(
-        tmp_path,
-        **{
-            "train.py": "",
-            ".git/config": "",
-            "__pycache__/a.pyc": "",
-            "a.pyc": "",
-            ".venv/x": "",
-            "env311/pyvenv.cfg": "",
-            "env311/lib/x.py": "",
-            "p/node_modules/m": "",
-        },
-    )
+    caches = ("__pycache__/a.pyc", "a.pyc", ".venv/x", "env311/pyvenv.cfg", "env311/lib/x.py", "p/node_modules/m")
+    fill(tmp_path, **dict.fromkeys(("train.py", ".git/config", *caches), ""))
     assert names(tmp_path) == ["train.py"]
 
 

@@ -37,10 +37,8 @@ def with_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> C
     engine.write_text(f"#!/bin/sh\n{does}\n")
     engine.chmod(0o755)
     monkeypatch.setenv("PATH", f"{engine.parent}:/usr/bin:/bin")
-    (tmp_path / "train.py").touch()
     (tmp_path / "run").mkdir()
-    plan = plan_local_run(JobConfig.model_validate({"entry_point": "train.py"}), tmp_path, hosts=1)
-    return Containers(plan, "image", tmp_path / "run")
+    return containers(tmp_path, 1)
 
 
 def test_ranks_are_spread_over_the_containers(tmp_path: Path) -> None:
@@ -56,7 +54,7 @@ def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
     job, shared = tmp_path / "job", tmp_path / "shared"
     job.mkdir()
     shared.mkdir()
-    (shared / "blocks.py").write_text("x = 1")
+    (shared / "blocks.py").touch()
     run = containers(job, 1, dependencies=["../shared"])
     run.lay_out()
     code = job / "run" / "hosts" / "code"

@@ -13,6 +13,7 @@ from smpkit.errors import CloudError, JobError, UnsupportedError
 from smpkit_estimator.checkpoints import newest_in_folder
 from smpkit_estimator.sagemaker import _unpack_run
 from tests.aws import Aws
+from tests.container.test_source import archive, member
 
 
 def test_a_folder_and_a_bucket_are_read_alike(aws: Aws, tmp_path: Path) -> None:
@@ -24,20 +25,6 @@ def test_a_folder_and_a_bucket_are_read_alike(aws: Aws, tmp_path: Path) -> None:
     assert newest_in_folder(f"{tmp_path}/", "a volume") == f"{tmp_path}/step_1_partial"
     with pytest.raises(UnsupportedError, match="/nowhere is in a volume of the cluster, which this machine does not"):
         newest_in_folder("/nowhere", "a volume of the cluster")
-
-
-def archive(*files: tuple[str, bytes], link: str | None = None) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for name, content in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-        if link is not None:
-            info = tarfile.TarInfo("run/link")
-            info.type, info.linkname = tarfile.SYMTYPE, link
-            tar.addfile(info)
-    return packed.getvalue()
 
 
 def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(aws: Aws, tmp_path: Path) -> None:
@@ -55,13 +42,15 @@ def test_the_folder_of_a_run_comes_out_of_sagemakers_archive(aws: Aws, tmp_path:
     with pytest.raises(JobError, match="job `job` has left no results yet"):
         backend.results("job", tmp_path / "copy")
     place = "s3://bucket/out/job/output/output.tar.gz"
-    aws.put(place, archive(("run/values.jsonl", b"{}"), ("big.bin", b"1"), ("run/../evil", b""), link="/etc"))
+    link = member("run/link", tarfile.SYMTYPE, "/etc")
+    whole = archive(tmp_path / "whole", member("run/values.jsonl"), member("big.bin"), member("run/../evil"), link)
+    aws.put(place, whole.read_bytes())
     found = backend.results("job", tmp_path / "copy")
     assert found == tmp_path / "copy" / "run"
     assert [path.relative_to(found) for path in found.rglob("*")] == [Path("values.jsonl")]
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["run"]
-    aws.put(place, archive(("big.bin", b"1")))
+    aws.put(place, archive(tmp_path / "other", member("big.bin")).read_bytes())
     with pytest.raises(JobError, match="job `job` has left no measurements: there is no folder"):
-        backend.results("job", tmp_path / "other")
+        backend.results("job", tmp_path / "none")
     with pytest.raises(CloudError, match="cannot unpack there"):
         _unpack_run(io.BytesIO(b"no archive"), tmp_path / "bad", "there")

@@ -47,18 +47,9 @@ def sent(make: MakeEstimator, inputs: Any, **arguments: Any) -> dict[str, Any]:
 
 def test_a_file_system_is_mounted(make: MakeEstimator) -> None:
     (channel,) = sent(make, {"train": FileSystemInput(**FILE_SYSTEM)}, **VPC)["InputDataConfig"]
-    assert channel == {
-        "ChannelName": "train",
-        "DataSource": {
-            "FileSystemDataSource": {
-                "FileSystemId": "fs-0123456789abcdef0",
-                "FileSystemType": "FSxLustre",
-                "DirectoryPath": "/fsx/tokens",
-                "FileSystemAccessMode": "rw",
-            }
-        },
-        "ContentType": "text/plain",
-    }
+    mounted = {"FileSystemId": "fs-0123456789abcdef0", "FileSystemType": "FSxLustre", "DirectoryPath": "/fsx/tokens"}
+    source = {"FileSystemDataSource": {**mounted, "FileSystemAccessMode": "rw"}}
+    assert channel == {"ChannelName": "train", "DataSource": source, "ContentType": "text/plain"}
 
 
 def test_licences_and_hubs_are_sent(make: MakeEstimator) -> None:
@@ -117,19 +108,16 @@ def test_what_has_no_place_is_refused_by_name(config: dict[str, Any], name: str)
     ],
 )
 def test_a_channel_has_one_place(channel: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         validated(JobConfig, {"entry_point": "a.py", "inputs": {"a": channel}}, subject="job")
-    assert message in str(caught.value)
 
 
 def test_what_is_in_a_vpc_needs_one(make: MakeEstimator) -> None:
     estimator = make(training_repository_access_mode="Vpc")
     with pytest.raises(ConfigError) as caught:
         estimator.plan({"train": FileSystemInput("fs-0123456789abcdef0", "EFS", "/data")})
-    assert [problem.where for problem in caught.value.problems] == [
-        "inputs.train.file_system",
-        "training_repository_access_mode",
-    ]
+    places = [problem.where for problem in caught.value.problems]
+    assert places == ["inputs.train.file_system", "training_repository_access_mode"]
 
 
 def test_limits_of_a_file_system_have_its_name(make: MakeEstimator) -> None:

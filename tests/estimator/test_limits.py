@@ -10,6 +10,9 @@ from smpkit_estimator.aws import request_shape
 from smpkit_estimator.limits import preflight
 
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
+ALGORITHM = {"TrainingInputMode": "File", "TrainingImage": "image"}
+LONG = "x" * 2501
+FOLDER = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "/data"}}
 
 
 def body(**changes: Any) -> dict[str, Any]:
@@ -17,7 +20,7 @@ def body(**changes: Any) -> dict[str, Any]:
         "TrainingJobName": "job",
         "RoleArn": "arn:aws:iam::123456789012:role/SM",
         "OutputDataConfig": {"S3OutputPath": "s3://bucket/"},
-        "AlgorithmSpecification": {"TrainingInputMode": "File", "TrainingImage": "image"},
+        "AlgorithmSpecification": ALGORITHM,
         **changes,
     }
 
@@ -29,56 +32,28 @@ def test_a_good_request_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("changes", "where", "what", "hint"),
     [
+        ({"HyperParameters": {"a": LONG}}, "hyperparameters.a", "has 2,501 characters", "file in source_dir"),
         (
-            {"HyperParameters": {"corpus": "x" * 2501}},
-            "hyperparameters.corpus",
-            "has 2,501 characters, SageMaker takes at most 2,500",
-            "file in source_dir",
-        ),
-        (
-            {"HyperParameters": {"mp_parameters": "x" * 2501}},
-            "distribution.smdistributed.modelparallel.parameters",
-            "2,501",
-            "leave out the parameters that have their defaults",
+            *({"HyperParameters": {"mp_parameters": LONG}}, "distribution.smdistributed.modelparallel.parameters"),
+            *("2,501", "leave out the parameters that have their defaults"),
         ),
         ({"Environment": {"A": "x" * 513}}, "environment.A", "has 513 characters, SageMaker takes at most 512", "file"),
         ({"Environment": {f"A{n}": "" for n in range(101)}}, "environment", "has 101 entries", "file"),
         ({"TrainingJobName": "a_b"}, "name", "`a_b` does not fit SageMaker's pattern", None),
         ({"TrainingJobName": "a" * 64}, "name", "64 characters", None),
         ({"RoleArn": "SageMakerRole-of-somebody"}, "role", "does not fit", "arn:aws:iam::<account>"),
-        (
-            {"ResourceConfig": {"InstanceType": "ml.p4d.24xlage"}},
-            "compute.instance_type",
-            "`ml.p4d.24xlage` is not one of",
-            "did you mean `ml.p4d.24xlarge`?",
-        ),
+        ({"ResourceConfig": {"InstanceType": "ml.g5.xlarg"}}, "compute.instance_type", "xlarg` is", "`ml.g5.xlarge`"),
         ({"ResourceConfig": {"InstanceType": "ml.zz9"}}, "compute.instance_type", "not one of", "update boto3"),
         ({"ResourceConfig": {"VolumeSizeInGB": 2**31}}, "compute.volume_gb", "is 2147483648", None),
         ({"ResourceConfig": {"KeepAlivePeriodInSeconds": 21601}}, "compute.keep_alive_seconds", "0 to 21600", None),
         ({"RetryStrategy": {"MaximumRetryAttempts": 31}}, "compute.retries", "is 31, SageMaker takes 1 to 30", None),
         ({"Tags": [{"Key": "k", "Value": "x" * 257}]}, "tags.k.Value", "257", "letters"),
         ({"Tags": [{"Key": "k!", "Value": "x"}]}, "tags.k!.Key", "does not fit", "letters"),
+        ({"InputDataConfig": [{"ChannelName": "a", "DataSource": FOLDER}]}, "inputs.a.uri", "not fit", "S3 prefix"),
+        ({"AlgorithmSpecification": {**ALGORITHM, "TrainingImage": "x" * 256}}, "image", "256", "dkr.ecr"),
         (
-            {
-                "InputDataConfig": [
-                    {"ChannelName": "a", "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "/data"}}}
-                ]
-            },
-            "inputs.a.uri",
-            "does not fit",
-            "S3 prefix",
-        ),
-        (
-            {"AlgorithmSpecification": {"TrainingInputMode": "File", "TrainingImage": "x" * 256}},
-            "image",
-            "256",
-            "dkr.ecr",
-        ),
-        (
-            {"AlgorithmSpecification": {"TrainingInputMode": "File", "ContainerArguments": ["x" * 257]}},
-            "container.arguments[0]",
-            "257",
-            None,
+            *({"AlgorithmSpecification": {**ALGORITHM, "ContainerArguments": ["x" * 257]}}, "container.arguments[0]"),
+            *("257", None),
         ),
         ({"NewField": 1}, "NewField", "is not known to this version of botocore", "update boto3"),
     ],

@@ -87,6 +87,6 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
     yield User(cluster, folder, shared, port)
     cluster.close()
     deadline = time.monotonic() + 10
-    while processes_with(f"SMPKIT_BASE_DIR={nodes}") and time.monotonic() < deadline:
+    while processes_with(f"SMPKIT_BASE_DIR={nodes}"):
+        assert time.monotonic() < deadline, "processes were left behind"
         time.sleep(0.05)
-    assert not processes_with(f"SMPKIT_BASE_DIR={nodes}")

@@ -11,6 +11,7 @@ import signal
 import tarfile
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import kubernetes_validate
 import pytest
@@ -126,7 +127,7 @@ def test_without_a_cluster_a_dry_run_says_what_it_could_not_know(user: User, mon
 
 
 @pytest.mark.slow
-def test_a_pipeline_over_two_pods(user: User) -> None:
+def test_a_pipeline_over_two_pods(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run, from what the dry run shows to what is kept; losses are those of plain PyTorch in one process."""
     user.write(
         distribution=PIPELINE,
@@ -134,12 +135,9 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
         secrets={"KEY": {"variable": "MY_KEY"}},
         environment={"API_TOKEN": "abcdefgh1234"},
     )
-    os.environ["MY_KEY"] = "hush-hush"
-    try:
-        dry = json.loads(user.run("submit", "job.yaml", "--dry-run", "--json", "--name", "pipe").stdout)["manifests"]
-        a_job_that_succeeds(user.run, "pipe", ("pod-0", "pod-1"))
-    finally:
-        del os.environ["MY_KEY"]
+    monkeypatch.setenv("MY_KEY", "hush-hush")
+    dry = json.loads(user.run("submit", "job.yaml", "--dry-run", "--json", "--name", "pipe").stdout)["manifests"]
+    a_job_that_succeeds(user.run, "pipe", ("pod-0", "pod-1"))
     created = list(user.cluster.objects.values())
     assert [hidden(each) for each in created] == [hidden(each) for each in dry]
     told, sent = (next(each["binaryData"] for each in made if "binaryData" in each) for made in (dry, created))
@@ -147,8 +145,7 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
     assert told["sourcedir.tar.gz"].endswith(f" bytes, sha256 {digest})")
     assert (user.shared / "out" / "pipe" / "model" / "losses.txt").read_text() == uninterrupted()
     a_report_of_it(user.run, "pipe")
-    refused = user.run("report", "none", code=2)
-    assert "there is no job `none`" in refused.stderr
+    assert "there is no job `none`" in user.run("report", "none", code=2).stderr
     assert user.status("pipe")["model_data"] == str(user.shared / "out" / "pipe" / "model")
     lines = [json.loads(line) for line in user.run("logs", "pipe", "--rank", "1", "--json").stdout.splitlines()]
     assert next(line["text"] for line in lines if "step 6" in line["text"]).startswith("[rank 1] step 6 on pod-1: ")
@@ -162,21 +159,18 @@ def test_a_pipeline_over_two_pods(user: User) -> None:
 
 def hidden(manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest without what the dry run does not show, or cannot know: secrets, owners, the archive's bytes."""
+    unknown = ("ownerReferences", "uid", "creationTimestamp", "annotations")
     found: dict[str, Any] = json.loads(json.dumps(manifest))
-    for key in ("stringData", "binaryData"):
-        found.pop(key, None)
+    found["metadata"] = {key: value for key, value in found["metadata"].items() if key not in unknown}
+    found = {key: value for key, value in found.items() if key not in ("stringData", "binaryData")}
     if found["kind"] == "Secret":
         found.pop("data", None)
-    for key in ("ownerReferences", "uid", "creationTimestamp", "annotations"):
-        found["metadata"].pop(key, None)
     if found["kind"] == "ConfigMap":
         found["data"] = {name: json.loads(text) for name, text in found["data"].items()}
         found["data"]["job.json"].pop("environment", None)
     if found["kind"] == "Job":
-        variables = found["spec"]["template"]["spec"]["containers"][0]["env"]
-        found["spec"]["template"]["spec"]["containers"][0]["env"] = [
-            each for each in variables if each["name"] != "API_TOKEN"
-        ]
+        [container] = found["spec"]["template"]["spec"]["containers"]
+        container["env"] = [each for each in container["env"] if each["name"] != "API_TOKEN"]
     return found
 
 
@@ -217,8 +211,8 @@ def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
         OnCluster(user, lambda name: (user.shared / "out" / name / "model" / "losses.txt").read_text())
     )
     assert "Kubernetes deletes the pods of a stopped job" in user.run("logs", "old").stderr
-    refused = user.run("resume", "old", "--instance-type", "ml.x", code=2)
-    assert "`--instance-type` is not for Kubernetes" in refused.stderr
+    refused = user.run("resume", "old", "--instance-type", "ml.x", code=2).stderr
+    assert "`--instance-type` is not for Kubernetes" in refused
     states = {item["name"]: item["status"] for item in json.loads(user.run("jobs", "--json").stdout)}
     assert states == {"old": "Stopped", "new": "Completed"}
 
@@ -261,40 +255,34 @@ def test_who_may_not_read_secrets_resumes_a_job_without_any(user: User, monkeypa
 
 
 def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
-    user.write("", image=None, output="s3://bucket/out", checkpoints="/elsewhere")
-    refused = user.run("submit", "job.yaml", "--name", "Upper", code=2).stderr
-    for words in (
-        "name: makes the name `Upper`",
-        "image: is required on Kubernetes",
-        "output: is no folder that containers see",
-        "checkpoints.uri: lies in no volume of the containers",
-    ):
-        assert words in refused
-    user.write("", kubernetes={"volumes": [{"mount": "/opt/ml", "claim": "a", "nfs": "server:/a"}]})
-    assert "has claim and nfs" in user.run("submit", "job.yaml", code=2).stderr
-    user.write("", source_dir="s3://bucket/code.tar.gz")
-    assert "source_dir: is in S3, which the hosts do not read" in user.run("submit", "job.yaml", code=2).stderr
-    user.write("", kubernetes={"workload": "jobset"})
-    refused = user.run("submit", "job.yaml", code=2).stderr
-    assert "backend.kubernetes.workload: is always an Indexed Job" in refused
+    def refused(*told: str, **job: Any) -> None:
+        user.write("", **job)
+        said = user.run("submit", "job.yaml", "--name", "Upper", code=2).stderr
+        assert [words for words in told if words not in said] == []
+
+    elsewhere: dict[str, Any] = {"image": None, "output": "s3://bucket/out", "checkpoints": "/elsewhere"}
+    refused(
+        *("name: makes the name `Upper`", "image: is required on Kubernetes"),
+        *("output: is no folder that containers see", "checkpoints.uri: lies in no volume of the containers"),
+        **elsewhere,
+    )
+    two_sources = [{"mount": "/opt/ml", "claim": "a", "nfs": "server:/a"}]
+    refused("has claim and nfs", kubernetes={"volumes": two_sources})
+    refused("source_dir: is in S3, which the hosts do not read", source_dir="s3://bucket/code.tar.gz")
+    refused("workload: is always an Indexed Job", kubernetes={"workload": "jobset"})
     assert not user.cluster.objects
 
 
 def test_back_end_and_namespace_of_the_job_file_are_those_of_the_next_commands(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
-
-    def connected(*place: object) -> Cluster:
-        asked.append(place)
-        return user.cluster
-
-    monkeypatch.setattr(backend, "connect", connected)
+    connect = Mock(return_value=user.cluster)
+    monkeypatch.setattr(backend, "connect", connect)
     monkeypatch.delenv("SMPKIT_BACKEND")  # the job file chooses it
     user.write("", quick=True, hosts=1, kubernetes={"namespace": "mine"})
     sent = user.run("submit", "job.yaml", "--name", "there")
     assert "stop with `smpkit stop there --backend kubernetes --region mine`" in sent.stderr
-    assert set(asked) == {(None, "mine")}
+    assert {each.args for each in connect.call_args_list} == {(None, "mine")}
 
 
 def test_sources_that_are_too_large_are_named_with_what_to_do(user: User) -> None:
@@ -355,31 +343,31 @@ def test_a_lost_answer_starts_no_second_job(user: User, kind: str) -> None:
     user.cluster.lost.add(kind)
     user.run("submit", "job.yaml", "--name", "once", "--wait")
     assert len(user.pods("once")) == 1
-    again = user.run("submit", "job.yaml", "--name", "once", code=4)
-    assert "already exists" in again.stderr
+    assert "already exists" in user.run("submit", "job.yaml", "--name", "once", code=4).stderr
     assert user.status("once")["status"] == "Completed"
 
 
-def test_a_lost_answer_of_another_submission_of_that_name_is_not_ours(user: User) -> None:
+def test_a_lost_answer_of_another_submission_of_that_name_is_not_ours(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user.write("print('once')", quick=True, hosts=1)
     user.run("submit", "job.yaml", "--name", "once", "--wait")
     kept = user.cluster.objects["Job", "once"]
-
-    def lost(manifest: object, **_: object) -> None:
-        raise UnreachableError("no answer")
-
-    user.cluster.create = lost  # type: ignore[assignment,method-assign]
+    monkeypatch.setattr(user.cluster, "create", Mock(side_effect=UnreachableError("no answer")))
     assert "it may have been started all the same" in user.run("submit", "job.yaml", "--name", "once", code=4).stderr
     assert user.cluster.objects["Job", "once"] is kept
 
 
 def test_doctor_lets_the_cluster_check_the_job(user: User) -> None:
+    def findings(code: int) -> dict[str, str]:
+        found = json.loads(user.run("doctor", "job.yaml", "--json", code=code).stdout)
+        return {each["what"]: each["text"] for each in found}
+
     user.write("")
-    findings = {item["what"]: item for item in json.loads(user.run("doctor", "job.yaml", "--json").stdout)}
-    assert findings["kubernetes"]["text"].startswith("Kubernetes v1.34.0 at https://cluster.example.com")
-    assert findings["job"]["text"] == "the cluster would take the job in `team`"
+    good = findings(0)
+    assert good["kubernetes"].startswith("Kubernetes v1.34.0 at https://cluster.example.com")
+    assert good["job"] == "the cluster would take the job in `team`"
     assert user.cluster.dry == ["Job", "ConfigMap", "Secret", "Service"]
     user.cluster.refused.add("Secret")
-    findings = {item["what"]: item for item in json.loads(user.run("doctor", "job.yaml", "--json", code=1).stdout)}
-    assert findings["job"]["text"].endswith("Secret is forbidden")
+    assert findings(1)["job"].endswith("Secret is forbidden")
     assert not user.cluster.objects

@@ -6,21 +6,20 @@ import errno
 import json
 import os
 import shlex
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from smpkit.cli.main import cli
 from smpkit.config.job import JobConfig
 from smpkit.errors import CloudError, UnreachableError
 from smpkit_estimator.backend import Query
 from smpkit_estimator.scheduled import not_for_schedulers
 from smpkit_estimator.slurm.backend import SlurmCluster
 from smpkit_estimator.slurm.state import Record, accounted, records
+from tests.job_contract import in_this_process as run
 
 TIME = 1_700_000_000
 MOMENT = datetime.fromtimestamp(TIME, timezone.utc)
@@ -30,13 +29,17 @@ MOMENT_TEXT = f"{MOMENT:%Y-%m-%dT%H:%M:%S}"
 ROW = f"12   |RUNNING  |{MOMENT_TEXT}  |{MOMENT_TEXT}  |N/A   |n[1-2]  |gpu  |2  |None  |1  |\n"
 
 
+def slurm(folder: Path, name: str, does: str) -> None:
+    """Put a shell script in the place of one of Slurm's commands."""
+    (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+    (folder / name).chmod(0o755)
+
+
 def command(folder: Path, name: str, prints: str, code: int = 0, error: str = "") -> None:
     """Put a command in Slurm's place that prints something."""
     (folder / "out").write_text(prints)
     (folder / "err").write_text(error)
-    path = folder / name
-    path.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\ncat {folder}/out\ncat {folder}/err >&2\nexit {code}\n')
-    path.chmod(0o755)
+    slurm(folder, name, f'echo "$@" > {folder}/asked; cat {folder}/out; cat {folder}/err >&2; exit {code}')
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def test_a_row_of_the_queue_is_read_in_utc(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TZ", "America/New_York")
     command(folder, "squeue", ROW)
     assert records(["12"]) == {"12": Record("12", "RUNNING", "None", MOMENT, MOMENT, None, 1, "n[1-2]", "gpu", 2)}
-    (folder / "squeue").write_text("#!/bin/sh\necho $TZ >&2; exit 1")
+    slurm(folder, "squeue", "echo $TZ >&2; exit 1")
     with pytest.raises(CloudError, match="UTC"):
         records()
 
@@ -68,9 +71,8 @@ def test_the_accounting_database_tells_of_jobs_that_the_controller_forgot(folder
     found = accounted("12")
     assert found is not None
     assert (found.state, found.nodes, found.node_count) == ("CANCELLED", "n[1-2]", 2)
-    assert found.started is not None
-    assert found.ended is not None
-    assert (found.ended - found.started).total_seconds() == 55
+    begun = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    assert (found.started, found.ended) == (begun + timedelta(seconds=5), begun + timedelta(seconds=60))
     command(folder, "sacct", "", 1, "Slurm accounting storage is disabled")
     assert accounted("12") is None
 
@@ -97,8 +99,7 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
         "backend": {"slurm": {"mounts": ["/data"], **slurm}},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    done = CliRunner().invoke(cli, ["submit", str(folder / "job.yaml"), "--dry-run", "--json"])
-    assert done.exit_code == 0, done.output
+    done = run("submit", str(folder / "job.yaml"), "--dry-run", "--json")
     lines = json.loads(done.stdout)["script"].splitlines()
     wanted += [f"#SBATCH --{name}={slurm[name]}" for name in ("qos", "account") if name in slurm]
     assert set(wanted) <= set(lines)
@@ -141,37 +142,35 @@ def test_the_folder_of_something_else_among_the_runs_is_named(
 
 def test_how_a_forgotten_job_ended_is_what_its_batch_script_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMPKIT_RUNS", str(folder / "runs"))
-    run = folder / "runs" / "job"
+    place = folder / "runs" / "job"
     for part in ("model", "nodes/n1/output", "nodes/n2/output"):
-        (run / part).mkdir(parents=True)
-    (run / "job.json").write_text(json.dumps({"created": MOMENT.isoformat(), "job": {}}))
-    (run / "slurm.json").write_text('{"id": "12"}')
+        (place / part).mkdir(parents=True)
+    (place / "job.json").write_text(json.dumps({"created": MOMENT.isoformat(), "job": {}}))
+    (place / "slurm.json").write_text('{"id": "12"}')
     command(folder, "squeue", "")
     command(folder, "sacct", "", 1, "Slurm accounting storage is disabled")
     cluster = SlurmCluster()
-    with pytest.raises(CloudError, match="no longer knows job `job` \\(12\\), and its batch script left no end"):
+    with pytest.raises(CloudError, match=r"no longer knows job `job` \(12\), and its batch script left no end"):
         cluster.describe("job")
-    (run / "ended").write_text(f"1 2 {TIME} {TIME + 60}\n")
-    (run / "slurm.json").unlink()  # the command that submitted it was killed
-    (run / "nodes" / "n1" / "output" / "failure").touch()  # the disk was full
+    (place / "ended").write_text(f"1 2 {TIME} {TIME + 60}\n")
+    (place / "slurm.json").unlink()  # the command that submitted it was killed
+    (place / "nodes" / "n1" / "output" / "failure").touch()  # the disk was full
     status = cluster.describe("job")
-    assert status.failure is not None
-    assert (status.status, status.failure.headline) == ("Failed", "Slurm says FAILED")
+    assert (status.status, status.failure and status.failure.headline) == ("Failed", "Slurm says FAILED")
     command(folder, "squeue", "", 1, "slurm_load_jobs error: Unable to contact slurm controller")
     with pytest.raises(UnreachableError):
         cluster.describe("job")
     command(folder, "squeue", "")
     command(folder, "sacct", "", 1, "Slurm accounting storage is disabled")
-    (run / "slurm.json").write_text('{"id": "12"}')
+    (place / "slurm.json").write_text('{"id": "12"}')
     for first, other in (("n1", "n2"), ("n2", "n1")):
         for seconds, node in enumerate((first, other)):
-            failure = run / "nodes" / node / "output" / "failure"
+            failure = place / "nodes" / node / "output" / "failure"
             failure.write_text(f"ValueError: x\nrank 1 on {node}, exit 1")
             os.utime(failure, (TIME + seconds, TIME + seconds))
         status = cluster.describe("job")
         assert (status.status, status.training_seconds, status.interruptions) == ("Failed", 60, 2)
-        assert status.failure is not None
-        assert status.failure.host == first
+        assert (status.failure and status.failure.host) == first
     (folder / "asked").unlink()
     (folder / "sacct").unlink()
     assert [job.status for job in cluster.list(Query())] == ["Failed"]
@@ -190,42 +189,35 @@ def sent(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> l
     return ["submit", str(source / "job.yaml")]
 
 
-def slurm(folder: Path, name: str, does: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{does}\n")
-    (folder / name).chmod(0o755)
-
-
 def test_sources_in_s3_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = CliRunner().invoke(cli, sent(folder, monkeypatch, source_dir="s3://bucket/code.tar.gz"))
+    done = run(*sent(folder, monkeypatch, source_dir="s3://bucket/code.tar.gz"), code=2)
     assert "source_dir: is in S3, which the hosts do not read" in done.output
-    assert done.exit_code == 2
 
 
 def test_a_lost_answer_starts_no_second_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submit, runs = [*sent(folder, monkeypatch), "--name"], folder / "runs"
     slurm(folder, "sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
     slurm(folder, "squeue", "echo 12")
-    done = CliRunner().invoke(cli, [*submit, "found"])
-    assert done.exit_code == 0, done.output
+    run(*submit, "found")
     assert json.loads((runs / "found" / "slurm.json").read_text()) == {"id": "12"}
     slurm(folder, "squeue", "")
-    assert "it may have been started all the same" in CliRunner().invoke(cli, [*submit, "lost"]).output
+    assert "it may have been started all the same" in run(*submit, "lost", code=4).output
     assert (runs / "lost" / "script.sh").is_file()  # which the job needs, if it runs
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "told", "code"),
     [
-        (KeyboardInterrupt(), "`other` was not started"),
-        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
+        (KeyboardInterrupt(), "`other` was not started", 130),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device", 4),
     ],
     ids=["Ctrl-C", "full disk"],
 )
 def test_of_a_job_that_was_not_sent_nothing_is_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str, code: int
 ) -> None:
     submit, runs = sent(folder, monkeypatch, backend={"slurm": {"folder": str(folder / "scratch")}}), folder / "runs"
-    assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
+    run(*submit, "--name", "job")
 
     def fail(source: Path, target: Path) -> None:
         target.write_bytes(b"half of it")
@@ -233,10 +225,9 @@ def test_of_a_job_that_was_not_sent_nothing_is_left(
 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copyfile", fail)
-        done = CliRunner().invoke(cli, [*submit, "--name", "other"])
-    assert told in done.output
+        assert told in run(*submit, "--name", "other", code=code).output
     assert [path.name for place in (runs, folder / "scratch") for path in place.iterdir()] == ["job", "job"]
-    assert "there is a job `job` already" in CliRunner().invoke(cli, [*submit, "--name", "job"]).output
+    assert "there is a job `job` already" in run(*submit, "--name", "job", code=2).output
     assert (runs / "job" / "code" / "train.py").is_file()
 
 
@@ -244,33 +235,32 @@ def test_secrets_are_for_the_hosts_alone(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MY_KEY", "hush-hush")
     submit = sent(folder, monkeypatch, secrets={"KEY": {"variable": "MY_KEY"}})
     login = ["--set", "backend={slurm: {setup: [export HF_TOKEN=hush-hush]}}"]
-    shown = CliRunner().invoke(cli, [*submit, *login, "--dry-run"]).output
+    shown = run(*submit, *login, "--dry-run").output
     assert '"KEY"' in shown
     assert "export HF_TOKEN=*********\n" in shown
     assert "hush-hush" not in shown
-    assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
+    run(*submit, "--name", "job")
     files = [path for path in (folder / "runs").rglob("*") if path.is_file() and "hush-hush" in path.read_text()]
     assert [(path.name, path.stat().st_mode & 0o777) for path in files] == [("variables.json", 0o600)]
 
 
 def test_ranks_have_time_to_save_and_are_started_with_torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = sent(folder, monkeypatch, distribution={"mpi": {"enabled": True, "processes_per_host": 2}})
-    shown = json.loads(CliRunner().invoke(cli, [*submit, "--dry-run", "--json"]).stdout)
+    shown = json.loads(run(*submit, "--dry-run", "--json").stdout)
     assert shown["variables"]["SMPKIT_GRACE_SECONDS"] == "25"  # before Slurm kills them
     assert not [name for name in shown["hyperparameters"] if "_mpi_" in name]
-    own = [*submit, "--set", "environment.SMPKIT_GRACE_SECONDS=7", "--dry-run", "--json"]
-    assert json.loads(CliRunner().invoke(cli, own).stdout)["variables"]["SMPKIT_GRACE_SECONDS"] == "7"
+    own = run(*submit, "--set", "environment.SMPKIT_GRACE_SECONDS=7", "--dry-run", "--json").stdout
+    assert json.loads(own)["variables"]["SMPKIT_GRACE_SECONDS"] == "7"
 
 
 @pytest.mark.parametrize(("code", "asked"), [(0, True), (143, False)], ids=["smpkit stop", "scancel"])
 def test_a_job_that_was_stopped_neither_completed_nor_failed(
     folder: Path, code: int, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, run = sent(folder, monkeypatch), folder / "runs" / "job"
-    assert CliRunner().invoke(cli, [*submit, "--name", "job"]).exit_code == 0
-    (run / "ended").write_text(f"{code} 0 {TIME} {TIME + 60}\n")
+    run(*sent(folder, monkeypatch), "--name", "job")
+    (folder / "runs" / "job" / "ended").write_text(f"{code} 0 {TIME} {TIME + 60}\n")
     if asked:
-        (run / "stopped").touch()
+        (folder / "runs" / "job" / "stopped").touch()
     slurm(folder, "squeue", "")
     slurm(folder, "sacct", "exit 1")
     assert SlurmCluster().describe("job").status == "Stopped"

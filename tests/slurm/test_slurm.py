@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,8 +92,7 @@ def test_a_preempted_job_goes_on_where_it_was(user: User, partition: str) -> Non
     Ranks that save and end before a partition's time of grace is over have ended well for Slurm: there the batch
     script queues the job itself.
     """
-    options = {"partition": partition}
-    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5}, slurm=options)
+    user.write(distribution=PIPELINE, hyperparameters={"steps": 6, "seconds": 0.5}, slurm={"partition": partition})
     user.run("submit", "job.yaml", "--name", "first")
     user.until_logged("first", "step 2 on")
     user.cluster.ask("sbatch", "-N2", "--exclusive", "-p", "high", "--output=/dev/null", "--wrap", "sleep 1")
@@ -255,26 +255,24 @@ def test_srun_alone_is_a_launcher(user: User) -> None:
 
 
 def test_what_slurm_cannot_do_is_refused_by_name(user: User) -> None:
-    user.write("", slurm={"gres": "gpu:1", "gpus_per_node": 1})
-    refused = user.run("submit", "job.yaml", code=2)
-    assert "backend.slurm.gres: is given together with gpus_per_node" in refused.stderr
-    user.write("", output="s3://bucket/out", inputs={"train": "s3://b-b/data"}, image="registry.io/x:1")
-    refused = user.run("submit", "job.yaml", code=2)
-    for words in (
-        "output: is not a folder that the nodes see",
-        "inputs.train: is not on this machine",
-        "image: is a container image, and neither pyxis nor Apptainer was found",
-        "3 problems in the job for Slurm",
-    ):
-        assert words in refused.stderr
+    def refused(*told: str, **job: Any) -> None:
+        user.write("", **job)
+        said = user.run("submit", "job.yaml", code=2).stderr
+        assert [words for words in told if words not in said] == []
+
+    elsewhere: dict[str, Any] = {"output": "s3://bucket/out", "inputs": {"train": "s3://b-b/data"}, "image": "x:1"}
+    refused("gres: is given together with gpus_per_node", slurm={"gres": "gpu:1", "gpus_per_node": 1})
+    refused("backend.slurm.array: would be several jobs", slurm={"array": [{"lr": 1}]})
+    refused(
+        *("output: is not a folder that the nodes see", "inputs.train: is not on this machine"),
+        *("image: is a container image, and neither pyxis nor Apptainer was found", "3 problems in the job for Slurm"),
+        **elsewhere,
+    )
     user.write("", slurm={"partition": "none"})
-    refused = user.run("submit", "job.yaml", "--name", "refused", code=4)
-    assert "cannot start job `refused`: Slurm refused: " in refused.stderr
+    said = user.run("submit", "job.yaml", "--name", "refused", code=4).stderr
+    assert "cannot start job `refused`: Slurm refused: " in said
     assert not user.place("refused").exists()
     assert "there is no job `refused`" in user.run("status", "refused", code=2).stderr
-    user.write("", slurm={"array": [{"lr": 1}]})
-    refused = user.run("submit", "job.yaml", code=2)
-    assert "backend.slurm.array: would be several jobs" in refused.stderr
 
 
 def test_doctor_asks_whether_slurm_would_take_the_job(user: User) -> None:
