@@ -581,6 +581,22 @@ def test_a_forward_that_writes_to_weights_is_refused() -> None:
         script.run(0)
 
 
+@on_ranks(2)
+def test_a_forward_with_other_weights_is_refused() -> None:
+    # Torch computed with its own: the inner steps of MAML changed nothing.
+    case = Case(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]), vectors, mse_step)
+    message = r"a forward got another tensor as its `1\.weight`"
+    with training(case, way_of()) as script:
+        script.run(0)
+        model, (x, _) = script.model, batch(case, 0, 8)
+        layer = model.module.get_submodule("1")
+        with pytest.raises(UnsupportedError, match=message):
+            torch.func.functional_call(model.module, {"1.weight": 2 * layer.get_parameter("weight")}, (x,))
+        layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        with pytest.raises(UnsupportedError, match=message):
+            model(x)
+
+
 class Tempered(TiedFunctional):
     """Has a parameter without dimensions, as a CLIP has."""
 

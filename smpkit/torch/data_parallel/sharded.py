@@ -91,6 +91,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
             ignored_params={each.parameter for each in whole},
         )
         _name_as_before(type(block))
+        block.register_forward_pre_hook(_refuse_other_weights, prepend=True)  # before torch's own, which replaces them
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
@@ -322,6 +323,19 @@ def _settle_dtypes(module: nn.Module) -> None:
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
     for each in frozen:
         each.requires_grad_(False)
+
+
+def _refuse_other_weights(block: nn.Module, *_: object) -> None:
+    """Refuse weights that a script put in the place of divided ones: torch would compute with its own."""
+    group = fully_shard.state(block)._fsdp_param_group  # type: ignore[attr-defined]
+    for each in () if group is None else group.fsdp_params:
+        held = each._module_info.module._parameters.get(each._module_info.param_name)
+        if held is not each.sharded_param and held is not getattr(each, "_unsharded_param", None):
+            raise UnsupportedError(
+                f"a forward got another tensor as its `{each._param_fqn}` (torch.func.functional_call, or an"
+                " assignment), which sharded data parallelism would not use: it gathers the weight that it divided",
+                hint="set sharded_data_parallel_degree to 1, or copy the values: `weight.data.copy_(values)`",
+            )
 
 
 def _refuse_hook(name: str, *_: object) -> NoReturn:
