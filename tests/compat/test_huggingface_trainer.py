@@ -19,7 +19,7 @@ import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator
 from tests.compat.commands import run_on_ranks, run_script
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, train_step
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate, of the `dev` extra"
@@ -226,6 +226,36 @@ def test_a_checkpoint_is_whole_before_any_rank_goes_on(tmp_path: Path) -> None:
     trainer: Any = _SavesTogether(nn.Linear(1, 1))
     trainer._save_checkpoint(tmp_path / "optimizer.pt_1")
     assert (tmp_path / "optimizer.pt_1").exists()
+
+
+class _SavesStates(_Original):
+    """Saves an optimizer as Trainer does: what replica 0 has."""
+
+    create_optimizer = compute_loss = None
+
+    def _save_optimizer_and_scheduler(self, folder: str) -> None:
+        states = self.optimizer.local_state_dict(gather_if_shard=False)
+        if smp.rdp_rank() == 0 or smp.state.cfg.shard_optimizer_state:
+            smp.save(states, f"{folder}/optimizer.pt", partial=True, v3=smp.state.cfg.shard_optimizer_state)
+
+
+class _SavesAllStates(SmpTrainer, _SavesStates):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(2)
+def test_each_rank_loads_the_states_of_its_own_part_of_the_weights(tmp_path: Path) -> None:
+    smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0})
+    trainer: Any = _SavesAllStates(nn.Linear(1, 1))
+    model = smp.DistributedModel(nn.Linear(4, 4))
+    trainer.optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    train_step(model, torch.ones(2, 4))
+    trainer.optimizer.step()
+    trainer._save_optimizer_and_scheduler(str(tmp_path))
+    smp.barrier()
+    own, loaded = trainer.optimizer.local_state_dict(), smp.load(str(tmp_path / "optimizer.pt"))
+    assert own["state"][0]["exp_avg"].shape == (2, 4)
+    assert loaded["state"][0]["exp_avg"].equal(own["state"][0]["exp_avg"])
 
 
 class _Resumes(_Original):

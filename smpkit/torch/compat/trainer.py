@@ -16,6 +16,7 @@ the optimizer, prepared           is wrapped once more, and its `local_state_dic
 the loss                          is the model's, whatever `compute_loss` and label smoothing say; trained and evaluated
 tokens                            do not count alike where microbatches or batches have unequal numbers of them
 checkpoints                       are deleted by rank 0 (`save_total_limit`) while other ranks still write to them
+sharded data parallelism          has only rank 0's part of the optimizer's states saved, and loaded by all ranks
 the norm of gradients             is that of this rank's part of the model
 the end of an epoch               is divided by more batches than are left for its last update
 the random state                  is written to one file by all ranks of a pipeline at once, and without that of dropout
@@ -39,6 +40,7 @@ from safetensors.torch import load_file
 from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
+from smpkit.torch.checkpoints.save_load import save
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.objects import allgather, barrier
@@ -150,6 +152,11 @@ class SmpTrainer:
         super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]
         # Rank 0 may go on to delete the folder (`save_total_limit`) or to upload it while others still write to it.
         barrier()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if state.cfg.sharded_data_parallel_degree > 1 and state.rdp_rank > 0:
+            save(self.optimizer.local_state_dict(), Path(output_dir, "optimizer.pt"), v3=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
