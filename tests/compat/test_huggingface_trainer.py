@@ -139,9 +139,12 @@ def test_a_batch_trains_by_the_trainers_loss_divided_by_the_batches_of_its_updat
     [weight] = model.parameters()
     nn.init.ones_(weight)  # of random ones a sixth is rounded otherwise by 6 and 3 than by 2
     trainer: Any = _Steps(model)
+    modes = list[str]()
+    trainer.optimizer = SimpleNamespace(train=lambda: modes.append("train"))  # as those without a schedule have it
     loss = trainer.training_step(model, {"x": torch.ones(1, 1)})
     assert loss == 2
     assert weight.grad == 2
+    assert modes == ["train"]
 
 
 class _Counts(_Computes):

@@ -108,6 +108,8 @@ class SmpTrainer:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on one batch; its loss counts as one of the update's batches, of which an epoch may leave fewer."""
         model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):  # without a schedule; an evaluation called `eval`
+            train()
         # What `Trainer` does without SMP: a loss per item of the whole update is not divided by the update's batches.
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
