@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,19 @@ def test_trl_trains_by_its_own_loss_or_not_at_all() -> None:
         sft(None, SimpleNamespace(loss_type="dft"))
     # Its own evaluation calls the model outside a step.
     assert sft(None).prediction_step.func is SmpTrainer.prediction_step
+
+
+@on_ranks(2)
+def test_a_head_that_trl_computes_beside_the_model_is_refused_over_a_pipeline() -> None:
+    smp.init({"partitions": 2, "microbatches": 1})
+    dpo = _of_trl("DPOTrainer", "dpo_trainer")
+    sys.modules[dpo.__module__] = module = ModuleType(dpo.__module__)
+    dpo(None)  # as earlier releases are, which call the model's own head
+    vars(module)["add_fused_lm_head"] = lambda model: model
+    with pytest.raises(
+        UnsupportedError, match="`partitions` is 2, but DPOTrainer multiplies by the weight of `lm_head`"
+    ):
+        dpo(None)
 
 
 class _Saves(_Original):

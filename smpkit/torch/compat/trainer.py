@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -222,6 +223,14 @@ def _refuse_trl(trainer: type, args: Any) -> None:
                 f"`microbatches` is {count}, but {kind.__name__} compares the samples of one half of a batch with those"
                 " of the other, which are not in the same microbatch",
                 hint="set `microbatches` to 1, and `gradient_accumulation_steps` instead",
+            )
+        # TRL 1 puts a forward of its own in place of the model's, by a function that the module of the trainer imports.
+        has_own_head = hasattr(sys.modules.get(kind.__module__), "add_fused_lm_head")
+        if kind.__module__ != _SFT and has_own_head and state.pp_size > 1:
+            raise UnsupportedError(
+                f"`partitions` is {state.pp_size}, but {kind.__name__} multiplies by the weight of `lm_head` outside of"
+                " that layer, which one rank of a pipeline holds",
+                hint="set it to 1, which trains replicas; `smpkit.fit` makes a model fit one GPU",
             )
 
 
