@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
-from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator
+from smpkit.torch.compat.trainer import SmpTrainer, _configure_accelerate, _dispatch_batches, adapt_accelerator
 from tests.compat.commands import run_on_ranks, run_script
 from tests.torch.steps import on_ranks, train_step
 
@@ -220,6 +221,26 @@ def test_a_head_that_trl_computes_beside_the_model_is_refused_over_a_pipeline() 
         UnsupportedError, match="`partitions` is 2, but DPOTrainer multiplies by the weight of `lm_head`"
     ):
         dpo(None)
+
+
+class _Stream(IterableDataset[int]):
+    """Numbers that only replica 0 may read."""
+
+    def __iter__(self) -> Iterator[int]:
+        assert smp.dp_rank() == 0
+        yield from range(7)
+
+
+@on_ranks(2)
+def test_replicas_get_their_batches_of_a_dataset_without_a_length() -> None:
+    smp.init({"partitions": 1, "microbatches": 1, "ddp": True})
+    _configure_accelerate()
+    _dispatch_batches()
+    from accelerate.data_loader import prepare_data_loader
+
+    loader = prepare_data_loader(DataLoader(_Stream(), batch_size=2), put_on_device=True)
+    # As without SMP: numbers of the first batches complete the last one.
+    assert [batch.tolist() for batch in loader] == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]][smp.dp_rank()]
 
 
 class _Saves(_Original):

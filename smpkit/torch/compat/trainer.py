@@ -10,6 +10,7 @@ place                             without it
 ================================= ====================================================================================
 `args.device`                     is always `cuda`
 the accelerator                   takes every rank for a replica: other data on each, metrics gathered from all
+batches of an `IterableDataset`   reach replica 0 alone
 the model                         is wrapped once more to evaluate it, which raises
 the optimizer                     is never made where the model is wrapped (transformers 5)
 the optimizer, prepared           is wrapped once more, and its `local_state_dict` with it
@@ -92,6 +93,7 @@ class SmpTrainer:
         _configure_accelerate()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adapt_accelerator(self.accelerator)
+        _dispatch_batches()
 
     def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
         if not isinstance(self.model_wrapped, DistributedModel):
@@ -311,6 +313,23 @@ def adapt_accelerator(accelerator: Any) -> None:
     accelerator.gather = functools.partial(map_leaves, gathered)
     if replicas > 1:
         accelerator.pad_across_processes = pad
+
+
+def _dispatch_batches() -> None:
+    """Let replica 0, which alone reads an `IterableDataset`, send the others their batches (`dispatch_batches`)."""
+    from accelerate import data_loader
+
+    replica, replicas, group = _data_replicas()
+
+    def broadcast(value: Any, from_process: int = 0) -> Any:
+        return allgather(value if replica == from_process else None, group)[from_process]
+
+    def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+        objects[:] = broadcast(objects, from_process)
+        return objects
+
+    if replicas > 1:  # accelerate's own return what they get, because its world has no process group
+        vars(data_loader).update(broadcast=broadcast, broadcast_object_list=broadcast_object_list)
 
 
 def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup) -> Any:
