@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
-from smpkit.torch.compat.trainer import SmpTrainer, adapt_accelerator
+from smpkit.torch.compat.trainer import SmpTrainer, _configure_accelerate, _dispatch_batches, adapt_accelerator
 from tests.compat.commands import run_on_ranks, run_script
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, train_step
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate, of the `dev` extra"
@@ -139,9 +141,12 @@ def test_a_batch_trains_by_the_trainers_loss_divided_by_the_batches_of_its_updat
     [weight] = model.parameters()
     nn.init.ones_(weight)  # of random ones a sixth is rounded otherwise by 6 and 3 than by 2
     trainer: Any = _Steps(model)
+    modes = list[str]()
+    trainer.optimizer = SimpleNamespace(train=lambda: modes.append("train"))  # as those without a schedule have it
     loss = trainer.training_step(model, {"x": torch.ones(1, 1)})
     assert loss == 2
     assert weight.grad == 2
+    assert modes == ["train"]
 
 
 class _Counts(_Computes):
@@ -205,6 +210,39 @@ def test_trl_trains_by_its_own_loss_or_not_at_all() -> None:
     assert sft(None).prediction_step.func is SmpTrainer.prediction_step
 
 
+@on_ranks(2)
+def test_a_head_that_trl_computes_beside_the_model_is_refused_over_a_pipeline() -> None:
+    smp.init({"partitions": 2, "microbatches": 1})
+    dpo = _of_trl("DPOTrainer", "dpo_trainer")
+    sys.modules[dpo.__module__] = module = ModuleType(dpo.__module__)
+    dpo(None)  # as earlier releases are, which call the model's own head
+    vars(module)["add_fused_lm_head"] = lambda model: model
+    with pytest.raises(
+        UnsupportedError, match="`partitions` is 2, but DPOTrainer multiplies by the weight of `lm_head`"
+    ):
+        dpo(None)
+
+
+class _Stream(IterableDataset[int]):
+    """Numbers that only replica 0 may read."""
+
+    def __iter__(self) -> Iterator[int]:
+        assert smp.dp_rank() == 0
+        yield from range(7)
+
+
+@on_ranks(2)
+def test_replicas_get_their_batches_of_a_dataset_without_a_length() -> None:
+    smp.init({"partitions": 1, "microbatches": 1, "ddp": True})
+    _configure_accelerate()
+    _dispatch_batches()
+    from accelerate.data_loader import prepare_data_loader
+
+    loader = prepare_data_loader(DataLoader(_Stream(), batch_size=2), put_on_device=True)
+    # As without SMP: numbers of the first batches complete the last one.
+    assert [batch.tolist() for batch in loader] == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]][smp.dp_rank()]
+
+
 class _Saves(_Original):
     """A rank that is late with its file."""
 
@@ -226,6 +264,36 @@ def test_a_checkpoint_is_whole_before_any_rank_goes_on(tmp_path: Path) -> None:
     trainer: Any = _SavesTogether(nn.Linear(1, 1))
     trainer._save_checkpoint(tmp_path / "optimizer.pt_1")
     assert (tmp_path / "optimizer.pt_1").exists()
+
+
+class _SavesStates(_Original):
+    """Saves an optimizer as Trainer does: what replica 0 has."""
+
+    create_optimizer = compute_loss = None
+
+    def _save_optimizer_and_scheduler(self, folder: str) -> None:
+        states = self.optimizer.local_state_dict(gather_if_shard=False)
+        if smp.rdp_rank() == 0 or smp.state.cfg.shard_optimizer_state:
+            smp.save(states, f"{folder}/optimizer.pt", partial=True, v3=smp.state.cfg.shard_optimizer_state)
+
+
+class _SavesAllStates(SmpTrainer, _SavesStates):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(2)
+def test_each_rank_loads_the_states_of_its_own_part_of_the_weights(tmp_path: Path) -> None:
+    smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0})
+    trainer: Any = _SavesAllStates(nn.Linear(1, 1))
+    model = smp.DistributedModel(nn.Linear(4, 4))
+    trainer.optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    train_step(model, torch.ones(2, 4))
+    trainer.optimizer.step()
+    trainer._save_optimizer_and_scheduler(str(tmp_path))
+    smp.barrier()
+    own, loaded = trainer.optimizer.local_state_dict(), smp.load(str(tmp_path / "optimizer.pt"))
+    assert own["state"][0]["exp_avg"].shape == (2, 4)
+    assert loaded["state"][0]["exp_avg"].equal(own["state"][0]["exp_avg"])
 
 
 class _Resumes(_Original):

@@ -10,12 +10,14 @@ place                             without it
 ================================= ====================================================================================
 `args.device`                     is always `cuda`
 the accelerator                   takes every rank for a replica: other data on each, metrics gathered from all
+batches of an `IterableDataset`   reach replica 0 alone
 the model                         is wrapped once more to evaluate it, which raises
 the optimizer                     is never made where the model is wrapped (transformers 5)
 the optimizer, prepared           is wrapped once more, and its `local_state_dict` with it
 the loss                          is the model's, whatever `compute_loss` and label smoothing say; trained and evaluated
 tokens                            do not count alike where microbatches or batches have unequal numbers of them
 checkpoints                       are deleted by rank 0 (`save_total_limit`) while other ranks still write to them
+sharded data parallelism          has only rank 0's part of the optimizer's states saved, and loaded by all ranks
 the norm of gradients             is that of this rank's part of the model
 the end of an epoch               is divided by more batches than are left for its last update
 the random state                  is written to one file by all ranks of a pipeline at once, and without that of dropout
@@ -28,6 +30,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +42,7 @@ from safetensors.torch import load_file
 from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
+from smpkit.torch.checkpoints.save_load import save
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.objects import allgather, barrier
@@ -89,6 +93,7 @@ class SmpTrainer:
         _configure_accelerate()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adapt_accelerator(self.accelerator)
+        _dispatch_batches()
 
     def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
         if not isinstance(self.model_wrapped, DistributedModel):
@@ -106,6 +111,8 @@ class SmpTrainer:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on one batch; its loss counts as one of the update's batches, of which an epoch may leave fewer."""
         model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):  # without a schedule; an evaluation called `eval`
+            train()
         # What `Trainer` does without SMP: a loss per item of the whole update is not divided by the update's batches.
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
@@ -150,6 +157,11 @@ class SmpTrainer:
         super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]
         # Rank 0 may go on to delete the folder (`save_total_limit`) or to upload it while others still write to it.
         barrier()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if state.cfg.sharded_data_parallel_degree > 1 and state.rdp_rank > 0:
+            save(self.optimizer.local_state_dict(), Path(output_dir, "optimizer.pt"), v3=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
@@ -213,6 +225,14 @@ def _refuse_trl(trainer: type, args: Any) -> None:
                 f"`microbatches` is {count}, but {kind.__name__} compares the samples of one half of a batch with those"
                 " of the other, which are not in the same microbatch",
                 hint="set `microbatches` to 1, and `gradient_accumulation_steps` instead",
+            )
+        # TRL 1 puts a forward of its own in place of the model's, by a function that the module of the trainer imports.
+        has_own_head = hasattr(sys.modules.get(kind.__module__), "add_fused_lm_head")
+        if kind.__module__ != _SFT and has_own_head and state.pp_size > 1:
+            raise UnsupportedError(
+                f"`partitions` is {state.pp_size}, but {kind.__name__} multiplies by the weight of `lm_head` outside of"
+                " that layer, which one rank of a pipeline holds",
+                hint="set it to 1, which trains replicas; `smpkit.fit` makes a model fit one GPU",
             )
 
 
@@ -293,6 +313,23 @@ def adapt_accelerator(accelerator: Any) -> None:
     accelerator.gather = functools.partial(map_leaves, gathered)
     if replicas > 1:
         accelerator.pad_across_processes = pad
+
+
+def _dispatch_batches() -> None:
+    """Let replica 0, which alone reads an `IterableDataset`, send the others their batches (`dispatch_batches`)."""
+    from accelerate import data_loader
+
+    replica, replicas, group = _data_replicas()
+
+    def broadcast(value: Any, from_process: int = 0) -> Any:
+        return allgather(value if replica == from_process else None, group)[from_process]
+
+    def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+        objects[:] = broadcast(objects, from_process)
+        return objects
+
+    if replicas > 1:  # accelerate's own return what they get, because its world has no process group
+        vars(data_loader).update(broadcast=broadcast, broadcast_object_list=broadcast_object_list)
 
 
 def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup) -> Any:
