@@ -17,8 +17,7 @@ from smpkit.plan.memory import ModelFacts
 from smpkit.plan.schedule.graph import Segment
 from smpkit.plan.tune.predict import scaled
 from smpkit.torch.describe import describe
-from smpkit.torch.placement.trace import measure_units
-from smpkit.torch.placement.trial_step import TrialStep, run_fake
+from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
 from smpkit.torch.placement.units import units_of
 from tests.forked import run_module
 

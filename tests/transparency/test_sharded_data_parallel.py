@@ -597,6 +597,19 @@ def test_a_forward_with_other_weights_is_refused() -> None:
             model(x)
 
 
+def diverged() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, float("nan"))
+    return nn.Sequential(*layers)
+
+
+@on_ranks(2)
+def test_weights_that_are_no_numbers_were_not_written_to() -> None:
+    with training(Case(diverged, vectors, mse_step), way_of()) as script:
+        script.run(0)
+
+
 class Tempered(TiedFunctional):
     """Has a parameter without dimensions, as a CLIP has."""
 

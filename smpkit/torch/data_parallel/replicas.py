@@ -89,8 +89,7 @@ def check_same_weights(placements: Iterable[ParameterPlacement]) -> None:
             by_group.setdefault(each.replica_group, {})[each.name] = each.parameter
     for group, weights in by_group.items():
         norms = gather_objects(norms_of_weights(weights.values()).tolist(), group, "the comparison of weights")
-        for index, name in enumerate(weights):
-            first, *others = [each[index] for each in norms]
+        for name, (first, *others) in zip(weights, zip(*norms, strict=True), strict=True):
             for rank, norm in enumerate(others, 1):
                 if abs(norm - first) > _ROUNDING * max(norm, first):
                     ranks = dist.get_process_group_ranks(group)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -78,6 +79,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
     mesh = _mesh()
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
     inner = dict.fromkeys(each for each in (*apart, *blocks) if each is not module)
+    gathered: dict[nn.Module, list[str]] = {}
     for block in [*inner, module]:
         parts = [left.pop(each) for each in block.parameters() if each in left]
         _materialize(module, parts, seed)
@@ -92,6 +94,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
         )
         _name_as_before(type(block))
         block.register_forward_pre_hook(_refuse_other_weights, prepend=True)  # before torch's own, which replaces them
+        gathered[block] = [each.name for each in parts]
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
@@ -100,7 +103,7 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):  # torch would take the hook, and never call it
             vars(parameter)["register_hook"] = functools.partial(_refuse_hook, name)
-    return ShardedDataParallel(module, placement, whole, reduction, mesh.get_group("shard"))
+    return ShardedDataParallel(module, placement, whole, reduction, mesh.get_group("shard"), gathered)
 
 
 class ShardedDataParallel(DataParallel):
@@ -109,6 +112,7 @@ class ShardedDataParallel(DataParallel):
     Args:
         before: of the parameters as they were before `fully_shard` made others of them.
         whole: of those that it left whole, whose gradients are averaged as those of replicas are.
+        gathered: the names of the weights that each block gathers.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class ShardedDataParallel(DataParallel):
         whole: Sequence[ParameterPlacement],
         reduction: ReductionOptions,
         shard_group: dist.ProcessGroup,
+        gathered: Mapping[nn.Module, Sequence[str]],
     ) -> None:
         super().__init__(module, whole, reduction)
         self.shard_group = shard_group
@@ -134,44 +139,48 @@ class ShardedDataParallel(DataParallel):
         module.register_forward_hook(self._end_forward)
         self._ran: list[str] = []
         """The blocks that have run with gradients since the last update."""
-        self._norms: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Of the weights that each of them gathers: before and after its last forward."""
+        self._written: list[tuple[Sequence[str], torch.Tensor]] = []
+        """The weights that they gathered, and which of these had another norm after the forward."""
         self._updates_left = 10
         """Updates before which ranks look at what forwards did: layers that are left out at random differ in the first,
         and to look makes the host wait for the device."""
-        blocks = {name: block for name, block in module.named_modules() if _is_block(block)}
-        # Inner blocks come later, and gather their weights by themselves.
-        block_of = {weight: name for name, each in blocks.items() for weight in each.parameters()}
-        divided = {name: block_of[each] for name, each in now.items() if isinstance(each, DTensor)}
-        self._gathered = {block: [name for name, own in divided.items() if own == block] for block in blocks}
+        names = {block: name for name, block in module.named_modules()}
         self._notes: list[RemovableHandle] = []
-        for name, block in blocks.items():
-            self._notes.append(block.register_forward_pre_hook(functools.partial(self._note_begin, name)))
-            # Before torch's own hook, which frees what the block has gathered.
-            self._notes.append(block.register_forward_hook(functools.partial(self._note_end, name), prepend=True))
+        for block, weights in gathered.items():
+            self._note_forwards(block, names[block] or "the model", weights)
 
-    def _note_begin(self, name: str, *_: object) -> None:
-        if torch.is_grad_enabled():
-            self._ran.append(name or "the model")
-            norms = norms_of_weights(map(self._root.get_parameter, self._gathered[name]))
-            self._norms[name] = norms, norms
+    def _note_forwards(self, block: nn.Module, name: str, weights: Sequence[str]) -> None:
+        """Note the forwards of a block in `_ran` and `_written`."""
+        before = torch.empty(0, device="cpu")
 
-    def _note_end(self, name: str, *_: object) -> None:
-        if torch.is_grad_enabled():
-            norms = norms_of_weights(map(self._root.get_parameter, self._gathered[name]))
-            self._norms[name] = self._norms[name][0], norms
+        def norms() -> torch.Tensor:
+            return norms_of_weights(map(self._root.get_parameter, weights))
+
+        def begin(*_: object) -> None:
+            nonlocal before
+            if torch.is_grad_enabled():
+                self._ran.append(name)
+                before = norms()
+
+        def end(*_: object) -> None:
+            if torch.is_grad_enabled():
+                self._written.append((weights, ~torch.isclose(before, norms(), 0, 0, equal_nan=True)))
+
+        self._notes.append(block.register_forward_pre_hook(begin))
+        # Before torch's own hook, which frees what the block has gathered.
+        self._notes.append(block.register_forward_hook(end, prepend=True))
 
     def _refuse_written(self) -> None:
         """Refuse forwards that write to weights: these are copies, which `fully_shard` frees."""
-        for name, (before, after) in self._norms.items():
-            for weight, is_written in zip(self._gathered[name], (before != after).tolist(), strict=True):
-                if is_written:
-                    raise UnsupportedError(
-                        f"`{weight}` was written to in a forward, which sharded data parallelism would lose: it gathers"
-                        " weights anew for each pass",
-                        hint="write to it between steps (`parameter.data.mul_(mask)` after `optimizer.step()`), or let"
-                        " the forward compute with another tensor (`self.weight * self.mask`)",
-                    )
+        written = [weight for weights, flags in self._written for weight in compress(weights, flags.tolist())]
+        self._written = []
+        if written:
+            raise UnsupportedError(
+                f"`{written[0]}` was written to in a forward, which sharded data parallelism would lose: it gathers"
+                " weights anew for each pass",
+                hint="write to it between steps (`parameter.data.mul_(mask)` after `optimizer.step()`), or let the"
+                " forward compute with another tensor (`self.weight * self.mask`)",
+            )
 
     def replace_parameters_of(self, optimizer: Any) -> None:
         """Put the divided parameters into an optimizer that was made with the whole ones, and divide its states."""
@@ -282,11 +291,6 @@ class ShardedDataParallel(DataParallel):
 def _with_whole_arguments(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the model whole tensors where a script made DTensors, as by `weight.new_zeros` for a first hidden state."""
     return map_leaves(full_tensor_of, (args, kwargs))
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Return whether a module gathers weights by itself."""
-    return isinstance(module, FSDPModule)
 
 
 _FREED: Final = "out of bounds for storage of size 0"

@@ -151,9 +151,7 @@ def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor
         total = get_total_norm(gradients, norm_type)
     else:  # torch's function computes in the dtype of the gradients: half precision overflows and has few digits
         norms = [
-            torch.linalg.vector_norm(
-                each, norm_type, dtype=torch.float64 if each.dtype is torch.float64 else torch.float32
-            )
+            torch.linalg.vector_norm(each, norm_type, dtype=torch.promote_types(each.dtype, torch.float32))
             for each in gradients
         ]
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)

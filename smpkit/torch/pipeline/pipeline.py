@@ -41,8 +41,7 @@ from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.facts import model_facts
 from smpkit.torch.placement.manual import manual_placement
 from smpkit.torch.placement.placement import Placement, keep_local_parameters
-from smpkit.torch.placement.trace import measure_units
-from smpkit.torch.placement.trial_step import TrialStep, restoring_model, run_fake
+from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model, run_fake
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recording.recorder import current_recorder
 from smpkit.torch.tensor_parallel.agreement import common_seed

@@ -19,7 +19,7 @@ from smpkit.torch import calibrate
 from smpkit.torch.memory import fit
 from smpkit.torch.memory.measure import Probe
 from smpkit.torch.pipeline.pipeline import measure_times
-from smpkit.torch.placement.trial_step import TrialStep
+from smpkit.torch.placement.trace import TrialStep
 from tests.device.on_sim import in_virtual_time
 from tests.device.scenarios.common import DEVICE, WIDTH, add, present_order
 from tests.torch.steps import train_step

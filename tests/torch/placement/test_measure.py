@@ -21,8 +21,7 @@ import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.describe import describe
 from smpkit.torch.pipeline.pipeline import measure_times
-from smpkit.torch.placement.trace import measure_units
-from smpkit.torch.placement.trial_step import TrialStep, restoring_model
+from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recompute import region
 from tests.models import Does

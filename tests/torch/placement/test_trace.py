@@ -18,8 +18,7 @@ from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import partition
 from smpkit.torch.pipeline.split_backward import backward_inputs
 from smpkit.torch.placement.fused_kernels import FusedKernels
-from smpkit.torch.placement.trace import measure_units
-from smpkit.torch.placement.trial_step import TrialStep, run_fake
+from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
 from smpkit.torch.placement.units import units_of
 from tests.models import Does
 
