@@ -59,8 +59,10 @@ def load(
             may not be loaded.
     """
     del back_compat
-    is_shard = state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1
-    names = _names(os.fspath(f), is_shard) if partial else [os.fspath(f)]
+    names = [os.fspath(f)]
+    if partial:  # a whole file is read without smp.init()
+        is_shard = state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1
+        names = _names(os.fspath(f), is_shard)
     path = next((Path(name) for name in names if Path(name).is_file()), None)
     if path is None:
         raise _not_found(os.fspath(f), names, partial)
