@@ -56,8 +56,6 @@ _LAUNCHERS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "MPI_"
 
 _SFT: Final = "trl.trainer.sft_trainer"
 """Its `compute_loss` gathers metrics from all ranks, which no step may do; the loss is the model's."""
-
-
 _ITEMS: Final = "num_items_in_batch"
 
 
@@ -217,18 +215,19 @@ def _refuse_trl(trainer: type, args: Any) -> None:
     for kind in trainer.__mro__:
         if not kind.__module__.startswith("trl.") or "compute_loss" not in vars(kind):
             continue
-        if kind.__module__ == _SFT and getattr(args, "loss_type", "nll") == "dft":
-            message = '`loss_type` is "dft", but under SMP the loss of SFTTrainer is the model\'s'
-            raise UnsupportedError(message, hint='set it to "nll"')
-        if kind.__module__ != _SFT and count > 1:
+        if kind.__module__ == _SFT:
+            if getattr(args, "loss_type", "nll") == "dft":
+                message = '`loss_type` is "dft", but under SMP the loss of SFTTrainer is the model\'s'
+                raise UnsupportedError(message, hint='set it to "nll"')
+            continue
+        if count > 1:
             raise UnsupportedError(
                 f"`microbatches` is {count}, but {kind.__name__} compares the samples of one half of a batch with those"
                 " of the other, which are not in the same microbatch",
                 hint="set `microbatches` to 1, and `gradient_accumulation_steps` instead",
             )
         # TRL 1 puts a forward of its own in place of the model's, by a function that the module of the trainer imports.
-        has_own_head = hasattr(sys.modules.get(kind.__module__), "add_fused_lm_head")
-        if kind.__module__ != _SFT and has_own_head and state.pp_size > 1:
+        if state.pp_size > 1 and hasattr(sys.modules.get(kind.__module__), "add_fused_lm_head"):
             raise UnsupportedError(
                 f"`partitions` is {state.pp_size}, but {kind.__name__} multiplies by the weight of `lm_head` outside of"
                 " that layer, which one rank of a pipeline holds",

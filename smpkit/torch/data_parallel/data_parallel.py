@@ -24,7 +24,12 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.step_participants import StepParticipant
 from smpkit.torch.data_parallel.reducer import GradientReducer
-from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model, check_same_weights
+from smpkit.torch.data_parallel.replicas import (
+    UPDATES_COMPARED,
+    broadcast_tensors,
+    check_same_model,
+    check_same_weights,
+)
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition, reduce_target_of
 from smpkit.torch.placement.placement import ParameterPlacement, Placement
 from smpkit.torch.placement.shards import is_tp_shard
@@ -75,9 +80,7 @@ class DataParallel(StepParticipant):
         self._buffers_by_module = [each._buffers for each in module.modules()]
         self._passes = 0
         self._placements = placements
-        self._comparisons_left = 10
-        """Updates before which replicas are compared: what makes them differ does so in the first ones, and to compare
-        makes the host wait for the device."""
+        self._comparisons_left = UPDATES_COMPARED
         self._has_replicas = state.cfg.ddp and state.dp_size > 1
         broadcast_parameters(placements)
         if self._has_replicas:

@@ -77,6 +77,11 @@ def broadcast_tensors(tensors: Iterable[tuple[torch.Tensor, Source]], what: str)
             dist._broadcast_coalesced(group, together, _MESSAGE_BYTES, index)  # type: ignore[attr-defined]
 
 
+UPDATES_COMPARED: Final = 10
+"""Before so many updates ranks compare what they have done: what makes them differ does so in the first ones, and to
+compare makes the host wait for the device."""
+
+
 def check_same_weights(placements: Iterable[ParameterPlacement]) -> None:
     """Raise on all replicas of a weight if its norm has become another on one of them; all ranks call this.
 

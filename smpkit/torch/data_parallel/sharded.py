@@ -35,7 +35,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
-from smpkit.torch.data_parallel.replicas import check_same, check_same_model, norms_of_weights
+from smpkit.torch.data_parallel.replicas import UPDATES_COMPARED, check_same, check_same_model, norms_of_weights
 from smpkit.torch.data_parallel.sharded_parameters import is_registered, set_shard_attributes
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.init import extra_group
@@ -141,9 +141,8 @@ class ShardedDataParallel(DataParallel):
         """The blocks that have run with gradients since the last update."""
         self._written: list[tuple[Sequence[str], torch.Tensor]] = []
         """The weights that they gathered, and which of these had another norm after the forward."""
-        self._updates_left = 10
-        """Updates before which ranks look at what forwards did: layers that are left out at random differ in the first,
-        and to look makes the host wait for the device."""
+        self._updates_left = UPDATES_COMPARED
+        """Updates before which ranks still look at what forwards did; the base counts reductions of whole weights."""
         names = {block: name for name, block in module.named_modules()}
         self._notes: list[RemovableHandle] = []
         for block, weights in gathered.items():
