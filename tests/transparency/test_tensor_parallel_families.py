@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -116,8 +117,10 @@ def built(kind: str) -> nn.Module:
     if "qk_rope_head_dim" in fields:  # latent attention has as many keys as queries
         sizes |= {"head_dim": 4, "num_key_value_heads": 4}
     config = config_class(**sizes, **{switch: True} if switch else {}, experts_implementation="eager", dropout_rate=0.0)
-    for chance in [key for key, value in vars(config).items() if "drop" in key and isinstance(value, float)]:
-        setattr(config, chance, 0.0)
+    # What is drawn must not depend on how ranks draw: PhiMoE's router draws among experts whose scores are close.
+    for chance, value in list(vars(config).items()):
+        if re.search("drop|jitter", chance) and isinstance(value, float):
+            setattr(config, chance, 0.0)
     torch.manual_seed(3)
     model: nn.Module = class_of(config_class)(config).double()
     for parameter in model.parameters():
