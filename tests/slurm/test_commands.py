@@ -18,7 +18,7 @@ from smpkit.errors import CloudError, UnreachableError
 from smpkit_estimator.backend import Query
 from smpkit_estimator.scheduled import not_for_schedulers
 from smpkit_estimator.slurm.backend import SlurmCluster
-from smpkit_estimator.slurm.state import Record, accounted, records
+from smpkit_estimator.slurm.state import Record, accounted, ask, records
 from tests.job_contract import in_this_process as run
 
 TIME = 1_700_000_000
@@ -55,6 +55,21 @@ def test_a_row_of_the_queue_is_read_in_utc(folder: Path, monkeypatch: pytest.Mon
     slurm(folder, "squeue", "echo $TZ >&2; exit 1")
     with pytest.raises(CloudError, match="UTC"):
         records()
+
+
+def test_a_job_gets_the_variables_of_its_user_and_none_of_a_job_that_submits_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun` refuses `SLURM_MEM_PER_CPU` of the one job beside the memory of the other."""
+    own = {"LC_ALL": "de_DE.UTF-8", "TZ": "Europe/Berlin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab"}
+    for name, value in {**own, "SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "100", "SRUN_DEBUG": "3"}.items():
+        monkeypatch.setenv(name, value)
+    slurm(folder, "sbatch", "env")
+    sent = dict(line.split("=", 1) for line in ask("sbatch", doing="").splitlines())
+    assert {name: sent.get(name) for name in own} == own
+    assert not {"SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SRUN_DEBUG"} & sent.keys()
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert "SLURM_MEM_PER_CPU=100" in ask("sbatch", doing="").splitlines()
 
 
 def test_no_answer_is_said(folder: Path) -> None:

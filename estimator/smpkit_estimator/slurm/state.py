@@ -152,6 +152,7 @@ def _failure(run: Path, record: Record) -> JobFailure:
 # ---- Slurm's own commands --------------------------------------------------------------------------------------------
 
 _SECONDS = 60.0
+_OF_A_JOB, _OF_A_CLUSTER = ("SLURM_", "SLURMD_", "SRUN_"), ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 _UNREACHABLE = re.compile(
     r"Unable to contact slurm controller|Connection refused|Socket timed out|Zero Bytes were transmitted|Timed out"
     r"|Protocol authentication error|Transport endpoint|Resource temporarily unavailable",
@@ -173,7 +174,7 @@ def ask(*command: str, doing: str) -> str:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, stdin=subprocess.DEVNULL,
-            check=False, env={**os.environ, "LC_ALL": "C", "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"},
+            check=False, env=_environ(command[0]),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         message = f"{doing}: `{command[0]}` did not answer within {_SECONDS:.0f} s"
@@ -185,6 +186,17 @@ def ask(*command: str, doing: str) -> str:
     if _UNREACHABLE.search(words):
         raise UnreachableError(f"{doing}: {words}", hint="`scontrol ping` shows whether the controller is up")
     raise CloudError(f"{doing}: Slurm refused: {words}")
+
+
+def _environ(program: str) -> dict[str, str]:
+    """Return the variables of a command; the job inherits those of `sbatch`, so they are the user's own.
+
+    Inside another job, what Slurm tells that job's steps is left out: `srun` would take it for options of the new job.
+    """
+    if program != "sbatch":
+        return {**os.environ, "LC_ALL": "C", "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
+    told = _OF_A_JOB if "SLURM_JOB_ID" in os.environ else ()
+    return {name: value for name, value in os.environ.items() if not name.startswith(told) or name in _OF_A_CLUSTER}
 
 
 def records(ids: Iterable[str] = ()) -> dict[str, Record]:
