@@ -105,8 +105,7 @@ class _Launch:
                     ssh = Ssh(Path(folder), place, port + 2)
                 facts = ssh.facts if ssh else {}
                 peers = stack.enter_context(meet(self.topology, facts, self.timeouts.start, port + 1, self._token))
-                if not self.topology.interface:
-                    self.topology = replace(self.topology, interface=interface_with(peers.own_address))
+                self._find_interface(peers.own_address)
             program = self._program(extra)
             variables = self._variables(program[1:], port)
             starter = None
@@ -143,6 +142,19 @@ class _Launch:
             except OSError as error:
                 raise LaunchError(f"the ranks could not be started: {error}") from error
             return outcome, peers.news if peers else None
+
+    def _find_interface(self, own_address: str) -> None:
+        """Take the interface of the launchers where none is named, or none that this host has.
+
+        SDK v3's local mode says `ethwe`, as SageMaker once called it, whatever Docker has.
+        """
+        named, here = self.topology.interface, {name for _, name in socket.if_nameindex()}
+        if here & {*named.split(",")}:
+            return
+        self.topology = replace(self.topology, interface=interface_with(own_address))
+        if named:
+            instead = f"`{self.topology.interface}` is used" if self.topology.interface else "torch chooses one"
+            self._console.say(f"warning: this host has no network interface `{named}`: {instead}")
 
     def leave_summary(self, outcome: Outcome, exit_reason: str) -> None:
         """Note how a run ended in the summary that its rank 0 left, or in one of what ranks of the first host noted."""

@@ -380,6 +380,15 @@ def test_two_hosts_form_one_world_over_the_interface_between_them(
         assert out == f'[rank {rank}] {names[rank]} {rank} 2.0\n[rank {rank}] ["{names[0]}","{names[1]}"] lo\n'
 
 
+def test_an_interface_that_no_host_has_gives_way_to_that_of_the_launchers(tmp_path: Path) -> None:
+    """SDK v3's local mode says `ethwe`, and gloo would find no address."""
+    script = "import os; print(os.environ['GLOO_SOCKET_IFNAME'])"
+    with free_ports() as port:
+        told = ends([scheduled(tmp_path, number, script, port, SMPKIT_INTERFACE="ethwe") for number in range(2)])
+    assert [out for _, out, _ in told] == ["[rank 0] lo\n", "[rank 1] lo\n"]
+    assert "this host has no network interface `ethwe`: `lo` is used" in told[0][2]
+
+
 @pytest.mark.parametrize(("present", "absent"), [(0, "node9"), (1, "node7")])
 def test_a_scheduled_host_that_never_comes_is_named(tmp_path: Path, present: int, absent: str) -> None:
     with free_ports() as port:
