@@ -128,7 +128,8 @@ class Environment:
             resources=resources,
             channels=channels,
             checkpoints=Path(str(checkpoint.get("LocalPath") or base / "checkpoints")),
-            job_name=str(framework.get(JOB_NAME) or environ.get("TRAINING_JOB_NAME") or ""),
+            # All jobs of a tuner have one hyperparameter: its name for the estimator.
+            job_name=str(environ.get("TRAINING_JOB_NAME") or framework.get(JOB_NAME) or ""),
             num_gpus=num_gpus,
             num_cpus=num_cpus,
             has_efa=has_efa,

@@ -36,6 +36,12 @@ def test_missing_files_mean_defaults(tmp_path: Path) -> None:
     assert environment.script == ""
 
 
+def test_jobs_of_a_tuner_have_names_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path, "hyperparameters", {"sagemaker_job_name": '"estimator"'})
+    assert read(tmp_path, {"TRAINING_JOB_NAME": "tuner-001"}).job_name == "tuner-001"
+    assert read(tmp_path).job_name == "estimator"
+
+
 def test_hyperparameters_are_decoded_and_split(tmp_path: Path) -> None:
     sent = {
         "epochs": "3",
