@@ -6,6 +6,7 @@ For pipelines, tuners and steps that want an estimator of the SDK. Without the S
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from smpkit.config.job import JobConfig
@@ -51,7 +52,7 @@ class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
             problem = Problem(("smp_options",), "is given together with `distribution`", "keep one of them")
             raise ConfigError([problem], subject="arguments of PyTorch")
         options = smp_options if smp_options is not None else distribution
-        self._job = _checked(arguments, options, mpi_options)
+        self._job = _checked(entry_point, arguments, options, mpi_options)
         off = {"debugger_hook_config": False, "disable_profiler": True}
         super().__init__(entry_point, distribution=_whole(self._job), **{**off, **arguments})
 
@@ -61,14 +62,18 @@ class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
         return {**sent, **distribution_hyperparameters(self._job)}
 
 
-def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mapping[str, Any] | None) -> JobConfig:
+def _checked(
+    entry_point: Any, arguments: Mapping[str, Any], distribution: Any, mpi_options: Mapping[str, Any] | None
+) -> JobConfig:
     """Check only the arguments that smpkit uses: others may hold objects of the SDK, such as pipeline variables."""
     known = {
         name: arguments[name]
         for name in ("instance_count", "instance_type", "instance_groups")  # the last one is refused by name
         if isinstance(arguments.get(name), (int, str, list))
     }
-    job = job_from_arguments({"entry_point": "stand_in.py", **known}, distribution, mpi_options)
+    # Its kind alone: without a `source_dir`, the SDK takes a path from anywhere.
+    script = Path(entry_point).name if isinstance(entry_point, (str, Path)) else "stand_in.py"
+    job = job_from_arguments({"entry_point": script, **known}, distribution, mpi_options)
     problems = hyperparameters_over_limits(distribution_hyperparameters(job))
     if not arguments.get("image_uri"):
         hint = "AWS's images have no smpkit in them: push your own to ECR"

@@ -20,10 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import PrivateAttr
-
-from smpkit.config.job import JobConfig
-from smpkit.config.section import validated
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
 from smpkit_estimator.hyperparameters import for_trainer, not_for_shell_files
@@ -55,14 +51,11 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
     mpi_options: dict[str, Any] | None = None
     """`{"enabled": True, "processes_per_host": 8}`: start with mpirun; torchrun otherwise."""
 
-    _job: JobConfig = PrivateAttr()
-
     def __init__(
         self, smp_options: dict[str, Any] | None = None, mpi_options: dict[str, Any] | None = None, **data: Any
     ) -> None:
-        job = job_from_arguments({"entry_point": "stand_in.py"}, smp_options, mpi_options)
+        job_from_arguments({"entry_point": "stand_in.py"}, smp_options, mpi_options)
         super().__init__(smp_options=smp_options, mpi_options=mpi_options, **data)
-        self._job = job
 
     @property
     def driver_dir(self) -> str:
@@ -87,12 +80,10 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
         the trainer sends along, and fails in the container if they are wrong.
 
         Raises:
-            ConfigError: a name or value that cannot be sent, or is too long.
+            ConfigError: a name or value that cannot be sent, or is too long; a script that the options cannot start.
         """
         settings = {"entry_point": entry_script, "hyperparameters": dict(values or {})}
-        own = validated(JobConfig, settings, subject="hyperparameters")
-        job = own.model_copy(update={"distribution": self._job.distribution})
-        sent = for_trainer(job)
+        sent = for_trainer(job_from_arguments(settings, self.smp_options, self.mpi_options))
         problems = [*not_for_shell_files(sent), *hyperparameters_over_limits(sent)]
         if problems:
             raise ConfigError(problems, subject="hyperparameters")

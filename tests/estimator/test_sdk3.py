@@ -67,6 +67,8 @@ def test_options_are_checked_at_once(options: dict[str, Any], message: str) -> N
     assert message in str(caught.value)
     with pytest.raises(ConfigError, match="at most 2,500"):
         adapter().hyperparameters("train.py", {"corpus": "x" * 3000})
+    with pytest.raises(ConfigError, match="entry_point: is a shell script, which runs once on each host"):
+        adapter().hyperparameters("train.sh")
 
 
 @with_sdk3
