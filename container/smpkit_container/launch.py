@@ -39,6 +39,9 @@ from smpkit_container.variables import (
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH")
 """What Python needs to start a stand-in on another host; its rank gets the variables of that host's launcher."""
 
+_OF_SCHEDULERS = ("SLURM_", "PBS_")
+"""Variables by which mpirun takes the hosts of an allocation, of which none has the names that it is given."""
+
 
 def launch(
     environment: Environment,
@@ -125,6 +128,7 @@ class _Launch:
                     return own | torchrun_variables(self.topology, rank, digest(self._token, "agents"), self._environ)
                 # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!), and those of its options.
                 own = {**self._environ, **variables} if starter.serves else variables
+                theirs = {**self._environ, **theirs}  # mpirun did not get all of them
                 return {**theirs, **own, **exported_values(self._mpi_options), **mpi_rank_variables(theirs)}
 
             try:
@@ -226,6 +230,7 @@ class _Launch:
         return variables
 
     def _mpirun(self, environ: Mapping[str, str]) -> Starter:
+        environ = {name: value for name, value in environ.items() if not name.startswith(_OF_SCHEDULERS)}
         command = mpirun_command(
             find_mpirun(environ.get("PATH")),
             self.topology,

@@ -118,6 +118,13 @@ def test_a_command_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[st
     assert "`serve-nothing` cannot be run" in capsys.readouterr().err
 
 
+def test_mpirun_starts_its_ranks_inside_an_allocation_of_slurm(tmp_path: Path) -> None:
+    """As in `salloc` or `srun --pty bash`: it would take the node of the allocation, and not find its own."""
+    allocation = {"SLURM_JOBID": "7", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "1"}
+    script = "import os; assert os.environ['SLURM_JOB_ID'] == '7'"
+    assert run(tmp_path, script, mpi=True, **allocation) == 0
+
+
 def test_a_failure_file_of_the_script_is_kept_and_an_older_one_is_not(tmp_path: Path) -> None:
     failure = tmp_path / "output" / "failure"
     failure.parent.mkdir()
