@@ -97,8 +97,8 @@ def _grouped(words: Sequence[str]) -> Iterator[Option]:
             while words[start].startswith("-") and position < len(words) and not words[position].startswith("-"):
                 position += 1
         option = tuple(words[start:position])
-        if len(option) == 1 and option[0].startswith("--NCCL_DEBUG="):  # an exported variable, as AWS's toolkit has it
-            option = ("-x", option[0].removeprefix("--"))
+        if name.partition("=")[0] == "NCCL_DEBUG":  # an exported variable, as AWS's toolkit has it
+            option = ("-x", "=".join([name, *option[1:]]))
         yield Option(option)
 
 

@@ -20,10 +20,22 @@ def words(text: str) -> list[tuple[str, ...]]:
         ("-x 'GREETING=hello world'", [("-x", "GREETING=hello world")]),
         ("--some-option value --other", [("--some-option", "value"), ("--other",)]),
         ("--NCCL_DEBUG=INFO", [("-x", "NCCL_DEBUG=INFO")]),
+        ("--NCCL_DEBUG INFO -v", [("-x", "NCCL_DEBUG=INFO"), ("-v",)]),
         ("--mca btl tcp -mca btl tcp", [("--mca", "btl", "tcp")]),
         ("--bind-to core --bind-to core -v -v", [("--bind-to", "core"), ("-v",)]),
     ],
-    ids=["none", "seed", "flags", "dash in value", "quotes", "unknown", "aws form", "same twice", "flag twice"],
+    ids=[
+        "none",
+        "seed",
+        "flags",
+        "dash in value",
+        "quotes",
+        "unknown",
+        "aws form",
+        "with a blank",
+        "same twice",
+        "flag twice",
+    ],
 )
 def test_options_are_split_as_a_shell_would(text: str, expected: list[tuple[str, ...]]) -> None:
     assert words(text) == expected
