@@ -48,7 +48,6 @@ from smpkit_container.environment import (
     base_folder,
     count_cpus,
     count_gpus,
-    find_efa,
 )
 from smpkit_container.failure import write_failure
 from smpkit_container.launch import launch
@@ -108,7 +107,6 @@ def _train(environ: Mapping[str, str], extra: Sequence[str], *, stopped_code: in
             environ,
             num_gpus=count_gpus(environ),
             num_cpus=count_cpus(),
-            has_efa=find_efa(),
             more=more,
             hosts=hosts,
         )

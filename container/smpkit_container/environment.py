@@ -84,8 +84,6 @@ class Environment:
     job_name: str = ""
     num_gpus: int = 0
     num_cpus: int = 1
-    has_efa: bool = False
-    """Whether AWS's fast network adapter is here; found on the machine, as lists of instance types go out of date."""
 
     @classmethod
     def read(
@@ -95,7 +93,6 @@ class Environment:
         *,
         num_gpus: int,
         num_cpus: int,
-        has_efa: bool = False,
         more: Mapping[str, str] | None = None,
         hosts: Mapping[str, Any] | None = None,
     ) -> Environment:
@@ -132,7 +129,6 @@ class Environment:
             job_name=str(environ.get("TRAINING_JOB_NAME") or framework.get(JOB_NAME) or ""),
             num_gpus=num_gpus,
             num_cpus=num_cpus,
-            has_efa=has_efa,
         )
 
     @property
@@ -201,11 +197,6 @@ def count_gpus(environ: Mapping[str, str], command: tuple[str, ...] = ("nvidia-s
             break
         chosen += named
     return len(chosen) if len(set(chosen)) == len(chosen) else 0  # CUDA shows none if one is named twice
-
-
-def find_efa(devices: Path = Path("/dev/infiniband")) -> bool:
-    """Return whether an EFA adapter is attached to this host."""
-    return any(devices.glob("uverbs*"))
 
 
 def _read(folders: Folders, name: str, problems: list[Problem]) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class _Launch:
         environment, topology = self._environment, self.topology
         variables = {
             **platform_variables(environment, topology, arguments),
-            **process_variables(self._environ, topology, environment.num_cpus, has_efa=environment.has_efa),
+            **process_variables(self._environ, topology, environment.num_cpus),
             "SMPKIT_JOB_TOKEN": digest(self._token, "ranks"),
         }
         if self._console.is_terminal:

@@ -35,9 +35,7 @@ def platform_variables(environment: Environment, topology: Topology, arguments: 
     return {name: value for name, value in variables.items() if "=" not in name}
 
 
-def process_variables(
-    environ: Mapping[str, str], topology: Topology, num_cpus: int, *, has_efa: bool
-) -> dict[str, str]:
+def process_variables(environ: Mapping[str, str], topology: Topology, num_cpus: int) -> dict[str, str]:
     """Return what the ranks need beyond SM_*; whatever the user has set in `environ` is left alone."""
     variables = {"PYTHONUNBUFFERED": "1"}
     if topology.launcher != "shell":  # of which nobody knows how many processes it starts
@@ -49,8 +47,6 @@ def process_variables(
     if interface:
         variables["GLOO_SOCKET_IFNAME"] = interface
         variables["NCCL_SOCKET_IFNAME"] = interface
-    if has_efa:
-        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}
     return {name: value for name, value in variables.items() if name not in environ}
 
 

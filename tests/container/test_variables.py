@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit_container.environment import Environment, Folders, Resources, find_efa
+from smpkit_container.environment import Environment, Folders, Resources
 from smpkit_container.topology import Topology
 from smpkit_container.variables import (
     mpi_rank_variables,
@@ -114,20 +114,20 @@ def test_names_that_no_environment_can_hold_are_left_out() -> None:
 
 def test_threads_are_shared_among_the_ranks_of_a_host() -> None:
     one_host = Topology(("algo-1",), 0, 4, "torchrun", interface="eth0")
-    assert process_variables({}, one_host, 16, has_efa=False) == {
+    assert process_variables({}, one_host, 16) == {
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    assert process_variables({}, one_host, 2, has_efa=False)["OMP_NUM_THREADS"] == "1"
+    assert process_variables({}, one_host, 2)["OMP_NUM_THREADS"] == "1"
 
 
 def test_what_the_user_has_set_stays() -> None:
     user = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "wlan0"}
     several_hosts = {"PYTHONUNBUFFERED": "1", "NCCL_SOCKET_IFNAME": "eth0"}
-    assert process_variables(user, TOPOLOGY, 16, has_efa=False) == several_hosts
-    assert process_variables({}, TOPOLOGY, 96, has_efa=False)["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert process_variables(user, TOPOLOGY, 16) == several_hosts
+    assert process_variables({}, TOPOLOGY, 96)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_ranks_see_what_torchrun_sets() -> None:
@@ -163,16 +163,6 @@ def test_ranks_of_mpirun_get_torchruns_names() -> None:
     }
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert [mpi_rank_variables(environ)[name] for name in names] == ["3", "4", "1", "2"]
-
-
-def test_the_fast_network_is_known_by_its_device(tmp_path: Path) -> None:
-    """AWS's toolkit has a list of instance types instead, which ends years ago."""
-    assert not find_efa(tmp_path)
-    (tmp_path / "uverbs0").touch()
-    assert find_efa(tmp_path)
-    assert "FI_PROVIDER" not in process_variables({}, TOPOLOGY, 8, has_efa=False)
-    assert process_variables({}, TOPOLOGY, 8, has_efa=True)["FI_PROVIDER"] == "efa"
-    assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, TOPOLOGY, 8, has_efa=True)
 
 
 def test_null_is_an_empty_text_as_in_the_toolkit() -> None:
