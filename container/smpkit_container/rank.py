@@ -47,6 +47,8 @@ def main(program: Sequence[str], environ: MutableMapping[str, str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     os.set_inheritable(report, False)
     os.set_inheritable(stack, False)  # a shell, and a script that starts itself anew with exec, keep the life line
+    # The folder of the sources, wherever in it the script lies, and for what the script starts: as in AWS's images.
+    environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), str(Path.cwd())])
     if program[0].endswith(".sh"):
         run_shell_script(program[0], program[1:])
     run_script(program[0], program[1:], report, _install_debugger(environ))
@@ -78,6 +80,8 @@ def run_script(
 ) -> None:
     """Run `script` as `python script ...` would: its module is `__main__`, its folder comes first on the path.
 
+    The folder of the sources, which is the present one, comes second.
+
     Args:
         report: a descriptor for what happened.
         debug: called with an exception that nobody catches, before it is reported.
@@ -85,7 +89,7 @@ def run_script(
     path = Path(script).absolute()  # as Python itself does for the `__file__` of the main script
     sys.argv = [script, *arguments]
     if not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, str(path.resolve().parent))
+        sys.path[:0] = map(str, dict.fromkeys([path.resolve().parent, Path.cwd()]))
     module = types.ModuleType("__main__")
     loader = SourceFileLoader("__main__", str(path))
     module.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader)

@@ -213,10 +213,6 @@ def lay_out(plan: LocalPlan, folder: Path, environ: Mapping[str, str], *, events
     # A shell in the pod or on the node of a managed job has what tells that job's launcher its hosts.
     inherited = {name: value for name, value in environ.items() if name not in OF_THE_LAUNCHER}
     variables = {**inherited, **plan.job.variables, **plan.secrets}
-    if plan.dependencies:
-        # Python resolves the link to the script and puts only the folder behind it on its path.
-        entries = [str(code), *filter(None, [variables.get("PYTHONPATH")])]
-        variables["PYTHONPATH"] = os.pathsep.join(entries)
     own = {"SMPKIT_BASE_DIR": str(folder), RUN_DIR: str(folder), "TRAINING_JOB_NAME": folder.name}
     return {**variables, **own, **({"SMPKIT_EVENTS_DIR": str(folder / EVENTS)} if events else {})}
 

@@ -118,6 +118,16 @@ def test_a_command_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[st
     assert "`serve-nothing` cannot be run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", ["sub/train.py", "sub/train.sh"])
+def test_a_script_in_a_folder_imports_from_the_folder_of_the_sources(tmp_path: Path, script: str) -> None:
+    """`source_dir="."`, `entry_point="src/train.py"`: AWS's images have the sources on PYTHONPATH."""
+    (tmp_path / "code" / "sub").mkdir(parents=True)
+    (tmp_path / "code" / "beside.py").write_text("")
+    (tmp_path / "code" / "sub" / "train.py").write_text("import beside")
+    (tmp_path / "code" / "sub" / "train.sh").write_text(f"exec {sys.executable} sub/train.py")
+    assert start(tmp_path, dict(os.environ), sagemaker_program=script) == 0
+
+
 def test_mpirun_starts_its_ranks_inside_an_allocation_of_slurm(tmp_path: Path) -> None:
     """As in `salloc` or `srun --pty bash`: it would take the node of the allocation, and not find its own."""
     allocation = {"SLURM_JOBID": "7", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "1"}
