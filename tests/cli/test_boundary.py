@@ -104,6 +104,18 @@ def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
     assert shell(f"python -c '{SCRIPT}' | head -c 10; echo ${{PIPESTATUS[0]}}") == ("x" * 10 + "1\n", "")
 
 
+def test_what_python_still_holds_for_a_reader_that_left_causes_no_noise() -> None:
+    """It would write that at exit, say `Exception ignored`, and end with 120."""
+    script = "import sys; from smpkit.cli.main import exit_code_of; sys.exit(exit_code_of(lambda: print('x')))"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=buffered, timeout=100, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_streams_that_the_caller_closed_are_not_taken_by_files() -> None:
     assert shell("python -m smpkit schema <&- >&- 2>&-; echo $?") == ("0\n", "")
 
