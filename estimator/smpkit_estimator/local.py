@@ -43,7 +43,7 @@ class LocalPlan:
     """Over all hosts."""
     hosts: int = 1
     dependencies: tuple[Path, ...] = ()
-    """Files and folders from elsewhere that are put beside the script."""
+    """Files and folders from elsewhere that are put into the folder with the sources."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for the script whose values are shown nowhere."""
     notes: tuple[str, ...] = ()

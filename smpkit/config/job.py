@@ -328,10 +328,11 @@ class JobConfig(Section):
     """
 
     source_dir: Location = "."
-    """The folder with the sources, relative to the job file, or an S3 URI."""
+    """The folder with the sources, relative to the job file, or an S3 URI. Python imports from it and from the script's
+    own folder."""
 
     dependencies: list[Location] = Field(default_factory=list)
-    """More files and folders, relative to the job file, put beside the script."""
+    """More files and folders, relative to the job file, put into the folder with the sources."""
 
     name: JobName = Field(default_factory=lambda data: name_from(PurePosixPath(data.get("entry_point", "")).stem))
     """The beginning of the job's name. Default: from `entry_point`."""
