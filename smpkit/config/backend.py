@@ -20,6 +20,9 @@ Line = Annotated[str, matching(r".*\S.*", "must be one printable line")]
 _OPTION = r"--[a-z][a-z-]*(=\S.*)?|-[A-Za-z]\S*"
 SbatchOption = Annotated[str, matching(_OPTION, "must be an option of `sbatch`", "for example `--mail-type=END`")]
 
+_SAME = {"--array": "array", "-a": "array", "--nodes": "nodes", "-N": "nodes"}
+"""Options of `sbatch` that are refused as keys, too."""
+
 
 class Slurm(Section):
     """How a job runs on a Slurm cluster, whose own defaults hold where you set nothing."""
@@ -99,6 +102,10 @@ class Slurm(Section):
         """Refuse options that contradict each other."""
         if self.gres is not None and self.gpus_per_node is not None:
             yield Problem(("gres",), "is given together with gpus_per_node", "keep one of them")
+        for index, option in enumerate(self.options):
+            name = option[:2] if option[1] != "-" else option.partition("=")[0]
+            if name in _SAME:  # hosts would wait for others that never come, or jobs write into one folder
+                yield Problem(("options", index), *self.refused[_SAME[name]])
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"compute": {"instance_type": "ml.p4d.24xlrage"}}, "compute.instance_type: must be `local` or a SageMaker"),
         ({"backend": "awsbatch"}, "backend: is no back end: `awsbatch` hint: did you mean `batch`?"),
         ({"backend": {"name": "pbs"}}, "backend.name: is no back end: `pbs` hint: those are `sagemaker`, `slurm`"),
+        ({"backend": {"slurm": {"options": ["--array=0-3"]}}}, "backend.slurm.options[0]: would be several jobs"),
+        ({"backend": {"slurm": {"options": ["-v", "-N4"]}}}, "options[1]: is `compute.instance_count` for all"),
         ({"experiment": {"display_name": "a b"}}, "experiment.display_name: must have at most 120 letters, digits"),
         ({"output": "s3:team"}, "output: must be a folder or an S3 URI, which begins with `s3://`, got `s3:team`"),
         ({"checkpoints": "~/ck"}, "checkpoints: must be a folder or an S3 URI, and only a shell replaces `~`, got"),
