@@ -249,7 +249,7 @@ class DistributedModel(ModelParts):
         which its step takes out again.
 
         Raises:
-            UsageError: outside a step, with a pipeline; or for something else than tensors.
+            UsageError: outside a step, with a pipeline; for something else than tensors, or not a gradient for each.
         """
         if isinstance(tensors, torch.Tensor):
             roots: Sequence[torch.Tensor] = (tensors,)
@@ -260,6 +260,11 @@ class DistributedModel(ModelParts):
         grads: Sequence[torch.Tensor | None] = (None,) * len(roots)
         if grad_tensors is not None:
             grads = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        if len(grads) != len(roots):
+            raise UsageError(
+                f"model.backward was given {len(roots)} tensors and {len(grads)} gradients",
+                hint="give `grad_tensors` one for each tensor: None for a scalar, to start with 1",
+            )
         run = state.step
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return

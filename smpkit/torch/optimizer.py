@@ -39,8 +39,14 @@ _OF_ALL: Final = re.compile("LBFGS|Prodigy|DAdapt.*|.*SAM")
 """The names of rules that go by a norm or a sum over all parameters, which they add up themselves."""
 _SWITCHES: Final = frozenset({"train", "eval"})
 """Methods by which optimizers without a schedule go to the weights that they train or evaluate, and back."""
-_OF_MATRICES: Final = re.compile(".*AGC|Adafactor|AdamP|Kron|LARS|Lamb|Lars|Muon|(Nv)?NovoGrad|SGDP|SOAP|Shampoo")
+_OF_MATRICES: Final = re.compile(
+    ".*AGC|Adafactor(BigVision)?|AdamP|Kron|LARS|Lamb|Lars|MARS|Mars|Muon|(Nv)?NovoGrad|SGDP|SOAP|Shampoo"
+)
 """Rules, of torch, timm and others, in which the update of an element depends on its row, column or whole matrix."""
+_OF_MATRICES_IF_SET: Final = ("caution", "cautious", "clipping_threshold")
+"""Settings, of timm and pytorch_optimizer, by which any rule does: it divides by the mean of a mask, or by an RMS."""
+_AROUND: Final = ("optimizer", "base_optimizer", "_base_optimizer")
+"""Where a rule around another one (Lookahead) keeps that."""
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
 
 
@@ -205,10 +211,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rules = _rules_of(self.optimizer)
         # Torch gathers the matrices of sharded data parallelism for Muon, and cannot do so for any Adafactor.
         divides = state.cfg.sharded_data_parallel_degree > 1 and "Adafactor" in rules
-        if any(map(_OF_MATRICES.fullmatch, rules)) and (divides or any(map(is_tp_shard, self._model_parameters()))):
+        sets = next((name for name in _OF_MATRICES_IF_SET for group in self.param_groups if group.get(name)), None)
+        looks = sets is not None or any(map(_OF_MATRICES.fullmatch, rules))
+        if looks and (divides or any(map(is_tp_shard, self._model_parameters()))):
             raise UnsupportedError(
-                f"{type(self.optimizer).__name__} looks at whole matrices, of which a rank of"
-                f" {'sharded data' if divides else 'tensor'} parallelism has pieces",
+                f"{type(self.optimizer).__name__}{f' with `{sets}`' if sets else ''} looks at whole matrices, of which"
+                f" a rank of {'sharded data' if divides else 'tensor'} parallelism has pieces",
                 hint="use another optimizer, or a degree of 1",
             )
 
@@ -526,4 +534,6 @@ def _check(optimizer: Any) -> None:
 
 
 def _rules_of(optimizer: Any) -> set[str]:
-    return {each.__name__ for each in type(optimizer).__mro__}
+    around = [getattr(optimizer, name, None) for name in _AROUND]
+    inside = (_rules_of(each) for each in around if hasattr(each, "param_groups"))
+    return {each.__name__ for each in type(optimizer).__mro__}.union(*inside)

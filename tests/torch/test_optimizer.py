@@ -200,8 +200,37 @@ OTHERS: Any = type("Adafactor", (torch.optim.SGD,), {})  # the one of Transforme
 LAMB: Any = type("Lamb", (torch.optim.SGD,), {})  # timm's: it goes by the norms of matrices
 AGC: Any = type("AGC", (torch.optim.SGD,), {})  # of nfnets-pytorch: it clips by the norms of rows
 SAM: Any = type("SAM", (torch.optim.SGD,), {})  # it climbs by a norm of all gradients
+MARS: Any = type("Mars", (torch.optim.SGD,), {})  # timm's: it clips by the norms of matrices
+
+
+class Lookahead(torch.optim.SGD):
+    """Around another rule, as timm's `lookahead_lamb`."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self._base_optimizer = LAMB(parameters)
+
+
+class Cautious(torch.optim.SGD):
+    """As timm's `cadamw` and `clion`: its mask is divided by the mean over a matrix."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["caution"] = True
+
+
 PIECES = {
-    "tensor_parallel_degree": (torch.optim.Adafactor, torch.optim.Muon, OTHERS, LAMB, AGC, SAM),
+    "tensor_parallel_degree": (
+        torch.optim.Adafactor,
+        torch.optim.Muon,
+        OTHERS,
+        LAMB,
+        AGC,
+        SAM,
+        MARS,
+        Lookahead,
+        Cautious,
+    ),
     "sharded_data_parallel_degree": (torch.optim.Adafactor, OTHERS, torch.optim.LBFGS),
 }
 
@@ -216,8 +245,10 @@ def test_rules_that_look_at_more_than_a_rank_has_are_refused(degree: str) -> Non
     model = smp.DistributedModel(module)
     for rule in PIECES[degree]:
         model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(UnsupportedError, match=f"{rule.__name__} looks at (whole matrices|all parameters)"):
-            smp.DistributedOptimizer(rule(model.parameters())).step(lambda: 0.0)
+        with pytest.raises(
+            UnsupportedError, match=rf"{rule.__name__}( with `caution`)? looks at (whole matrices|all parameters)"
+        ):
+            smp.DistributedOptimizer(rule(list(model.parameters()))).step(lambda: 0.0)
 
 
 class ScheduleFree(torch.optim.SGD):

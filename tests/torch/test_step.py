@@ -176,8 +176,9 @@ def test_backward_starts_at_what_it_is_given(body: Any, gradient: float) -> None
     [
         (lambda model, y: model.backward(y), RuntimeError, "grad can be implicitly created only for scalar outputs"),
         (lambda model, y: y.sum().backward(), UsageError, r"model\.backward\(loss\)"),
+        (lambda model, y: model.backward([y, y.sum()], [y]), UsageError, "was given 2 tensors and 1 gradients"),
     ],
-    ids=["a vector", "on the loss"],
+    ids=["a vector", "on the loss", "too few gradients"],
 )
 def test_a_backward_that_cannot_be_meant_is_refused(backward: Any, error: type[Exception], message: str) -> None:
     smp.init({"microbatches": 2})

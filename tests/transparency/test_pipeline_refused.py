@@ -459,6 +459,26 @@ def test_an_error_after_hooks_that_ran_elsewhere_says_so() -> None:
     assert "after forward hooks that ran on other ranks only, on `layers." in message
 
 
+class Clamped(nn.Linear):
+    """Keeps its weights positive, as layers of convex networks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(min=0)
+        return super().forward(x)
+
+
+@on_ranks(2, meets=False)
+def test_an_error_about_a_weight_that_a_forward_has_written_to_says_when_to_write() -> None:
+    # Torch's error about versions does not say what has changed, and on one rank there is none.
+    model = over_two(nn.Sequential(block(), Clamped(WIDTH, WIDTH), block(), block()))
+    message = error_of(lambda: smp.step(mse_step)(model, *batch()))
+    expected = (
+        "Write to it between steps" if smp.pp_rank() == 0 else "rank 0 failed: RuntimeError: one of the variables"
+    )
+    assert expected in message
+
+
 @on_ranks(2)
 def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
     module = sequential()

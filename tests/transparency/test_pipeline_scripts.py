@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +152,37 @@ def scheduling(run: Run) -> Any:
     return results, model
 
 
+def lightning(run: Run) -> Any:
+    """Train a LightningModule by its own training_step and optimizer, in a loop that is not Lightning's."""
+    library: Any = importlib.import_module("lightning.pytorch")  # which takes seconds
+
+    class Module(library.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = sequential()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layers(x)
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            loss = functional.mse_loss(self(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+    def training_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = model.module.training_step((x, y), 0)
+        model.backward(loss)
+        return loss
+
+    model = run.model(Module())
+    optimizer, step, results = run.sgd(model.parameters()), run.step(training_step), []
+    for number in range(3):
+        optimizer.zero_grad()
+        results.append(losses(step(model, *batch(number))))
+        optimizer.step()
+    return results, model
+
+
 def follow(script: Callable[[Run], Any], degree: int) -> Any:
     """Return what a script tells, and the weights and buffers after it."""
     warnings.simplefilter("ignore")  # torch's on the order of scheduler and optimizer, where a scaler skips a step
@@ -159,7 +191,7 @@ def follow(script: Callable[[Run], Any], degree: int) -> Any:
     return results, dict((model if degree else model.module).state_dict())
 
 
-@pytest.mark.parametrize("script", [freezing, playing, scaling, scheduling])
+@pytest.mark.parametrize("script", [freezing, playing, scaling, scheduling, lightning])
 def test_what_scripts_do_around_steps_gives_what_it_gives_in_one_process(script: Callable[[Run], Any]) -> None:
     [plain] = run_ranks(follow, 1, script, 0)
     for results in run_ranks(follow, 2, script, 2):

@@ -23,7 +23,10 @@ _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
 _INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """Files whose lines are not the script's; our context managers lead through contextlib."""
 _LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib"))
-_OF_DTENSORS: Final = re.compile("mixed torch.Tensor and DTensor|data pointer on an invalid python storage")
+_OF_DTENSORS: Final = re.compile(
+    "mixed torch.Tensor and DTensor|FSDP does not support deepcopy|Sharding propagation failed"
+    "|data pointer on an invalid python storage"
+)
 """Torch's words where code takes DTensors for plain tensors; safetensors, which saves, asks for the pointer."""
 _CALLERS: Final = frozenset({"__torch_function__", "run", "run_on_owner", "_run_call"})
 """Our functions that call an operation of the script, which has no Python frame of its own (`x @ y`)."""
@@ -92,8 +95,9 @@ def explain_parts(error: BaseException) -> None:
         return
     if state.cfg.sharded_data_parallel_degree > 1 and _OF_DTENSORS.search(str(error)):
         error.add_note(
-            "Sharded data parallelism has made DTensors of the weights: make averages of weights (EMA) and other copies"
-            " after smp.DistributedModel, and let all ranks call `model.state_dict()` for plain tensors, as to save."
+            "Sharded data parallelism has made DTensors of the weights and their gradients, and its modules are not"
+            " copied: for averages of weights (EMA, SWA) copy each of `model.parameters()` after smp.DistributedModel,"
+            " and let all ranks call `model.state_dict()` for plain tensors, as to save."
         )
     shards = state.cfg.shard_optimizer_state and state.dp_size > 1
     if (shards or state.pp_size > 1) and "NoneType" in str(error) and "grad" in place_in_script(error.__traceback__):

@@ -67,6 +67,11 @@ _ONLY_ITS_OWN: Final = (
     " the other's."
 )
 
+_WRITTEN_IN_FORWARD: Final = (
+    "If it is a weight or buffer that a module writes to in its forward (under torch.no_grad(), say): over a pipeline"
+    " later microbatches run forward before this one runs backward. Write to it between steps."
+)
+
 _T = TypeVar("_T")
 
 ActionRecorder = Callable[[str, int, int, int, int], object]
@@ -341,6 +346,8 @@ class _Step:
         """Add to an error what ran, and say whether it is this rank's alone."""
         if kind is Kind.FORWARD and (isinstance(error, AttributeError | IndexError) or "NoneType" in str(error)):
             error.add_note(_ONLY_ITS_OWN)
+        if kind is not Kind.FORWARD and "modified by an inplace operation" in str(error):
+            error.add_note(_WRITTEN_IN_FORWARD)
         inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
         add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
         hooked = [name for name, module in self.stage.remote_modules.items() if module._forward_hooks]

@@ -147,10 +147,10 @@ def refuse_as_data(func: Any, args: tuple[Any, ...]) -> None:
 
 
 class NonResident(torch.Tensor):
-    """A weight whose data another rank holds, or what was computed with it."""
+    """A weight or buffer whose data another rank holds, or what was computed with it."""
 
     name_and_owner: tuple[str, int]
-    """The name of the weight, and the pp_rank that holds it."""
+    """The name of the weight or buffer, and the pp_rank that holds it."""
 
     @classmethod
     def __torch_function__(
@@ -168,8 +168,13 @@ class NonResident(torch.Tensor):
             _refuse_freezing(*args, **kwargs)
         elif (changes_in_place(func, name, kwargs) and func is not T.detach_) or kwargs.get("out") is not None:
             return _leave_unchanged(func, name, args, kwargs)
-        with _NoTorchFunction():
-            result = func(*args, **kwargs)
+        try:
+            with _NoTorchFunction():
+                result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise _refusal(name, (args, kwargs)) from error  # a buffer, of which there is not even a filler here
         if func in _FROM_SHAPE or (name in _GETS_OR_SETS and func not in PROPERTIES):
             return result
         origin = next(_nonresident_in((args, kwargs))).name_and_owner
@@ -203,14 +208,19 @@ class _NonResidentParameter(NonResident, nn.Parameter):
     """A parameter of another rank."""
 
 
-def mark_nonresident_parameters(placement: Placement) -> None:
-    """Let reads of the numbers of weights raise that this rank does not hold.
+def mark_nonresident(root: nn.Module, placement: Placement) -> None:
+    """Let reads of the numbers of weights and buffers raise that this rank does not hold.
 
-    The weights stay the same objects. Those of the user's own classes are left alone: they may behave otherwise.
+    They stay the same objects. Weights of the user's own classes are left alone: they may behave otherwise.
     """
     for each in placement:
         if not each.is_here and type(each.parameter) is nn.Parameter:
             _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
+    for name, buffer in root.named_buffers():
+        # Else torch raises without a name, and `average.add_(buffer)` does nothing at all.
+        owner = placement.pp_rank_of(name.rpartition(".")[0])
+        if buffer.is_meta and type(buffer) is T and owner not in (None, state.pp_rank):
+            _as_nonresident(buffer, NonResident, (name, owner))
     # Torch's own setter does not ask the value's class, and would copy the NaN that stand for its numbers.
     nn.Parameter.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
     state.reset_hooks.append(lambda: setattr(nn.Parameter, "data", _DATA))

@@ -31,7 +31,7 @@ from smpkit.torch.distributed.objects import object_from
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.inputs import Inputs
-from smpkit.torch.pipeline.parameters import SharedTensor, mark_nonresident_parameters, shared_tensors
+from smpkit.torch.pipeline.parameters import SharedTensor, mark_nonresident, shared_tensors
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, current_microbatch
@@ -160,7 +160,7 @@ class Pipeline:
         placement = Placement(self._root, pp_rank_of_unit)
         self._shared = shared_tensors(self._root, placement)
         keep_local_parameters(self._root, placement, state.device, seed)
-        mark_nonresident_parameters(placement)
+        mark_nonresident(self._root, placement)
         stage = StageContext(
             state.pp_rank,
             state.pp_size,

@@ -100,9 +100,12 @@ def test_errors_behind_an_error_are_shortened_too() -> None:
     assert [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)] == ["outer"]
 
 
-# Diffusers' EMAModel from before; safetensors; torch's example of a language model.
+# Diffusers' EMAModel from before; torchvision's ExponentialMovingAverage; timm's AGC; safetensors; torch's example
+# of a language model.
 MEETS_PARTS: dict[str, Callable[[Any, Any], object]] = {
     "copies": lambda before, model: [old - now for old, now in zip(before, model.parameters(), strict=True)],
+    "a copy": lambda _, model: torch.optim.swa_utils.AveragedModel(model.module),
+    "adaptive": lambda _, model: [each.grad.norm(dim=0).clamp_(min=1e-3) for each in model.parameters()],
     "a file": lambda _, model: safetensors.torch.save(dict(model.named_parameters())),
     "update": lambda _, model: [each.data.add_(each.grad, alpha=-0.1) for each in model.parameters()],
     "scaled": lambda _, model: [0.1 * each.grad for each in model.parameters()],
@@ -115,7 +118,7 @@ def notes_on(config: dict[str, Any], what: str) -> list[str]:
     before = [each.detach().clone() for each in module.parameters()]
     model = smp.DistributedModel(module)
     train_step(model, torch.ones(WIDTH, WIDTH), "")
-    with pytest.raises((RuntimeError, TypeError)) as caught:
+    with pytest.raises((AssertionError, RuntimeError, TypeError)) as caught:
         MEETS_PARTS[what](before, model)
     tracebacks.explain_parts(caught.value)
     return caught.value.__notes__
@@ -125,7 +128,9 @@ def notes_on(config: dict[str, Any], what: str) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "what", "note"),
     [
-        ({"sharded_data_parallel_degree": 2}, "copies", "averages of weights (EMA) and other copies after"),
+        ({"sharded_data_parallel_degree": 2}, "copies", "averages of weights (EMA, SWA) copy each of"),
+        ({"sharded_data_parallel_degree": 2}, "a copy", "copy each of `model.parameters()` after"),
+        ({"sharded_data_parallel_degree": 2}, "adaptive", "made DTensors of the weights and their gradients"),
         ({"sharded_data_parallel_degree": 2}, "a file", "let all ranks call `model.state_dict()`"),
         ({"pipeline_parallel_degree": 2}, "update", "go through `model.local_parameters()`"),
         ({"shard_optimizer_state": True}, "scaled", "leave the update to smp.DistributedOptimizer"),

@@ -205,6 +205,29 @@ def test_a_model_with_buffers_of_other_ranks_moves_but_is_not_made_whole() -> No
         model.cpu()
 
 
+@on_ranks(2)
+def test_reading_a_buffer_of_another_rank_says_where_it_is() -> None:
+    model = in_a_row(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)))
+    average, other = copy.deepcopy(model.module), 1 - smp.pp_rank()
+    train_plainly(model, torch.ones(4, WIDTH))
+    old, now = average[other][1].running_mean, model.module[other][1].running_mean
+    # timm's ModelEmaV3, YOLO's ModelEMA and torch's AveragedModel; the third one changed nothing, without a word.
+    readings: tuple[Callable[[], object], ...] = (
+        lambda: old.copy_(now),
+        lambda: now.to("cpu"),
+        lambda: old.mul_(0.9).add_(now, alpha=0.1),
+        lambda: old * 0.9 + now * 0.1,
+        lambda: now.mean().item(),
+        lambda: torch._foreach_lerp_([old], [now], 0.1),
+    )
+    for reading in readings:
+        with pytest.raises(UsageError, match=rf"needs the numbers of `{other}\.1\.running_mean`, which pipeline rank"):
+            reading()
+    later = copy.deepcopy(model.module)[other][1].running_mean
+    later.mul_(0.9).add_(now, alpha=0.1)  # an average of this rank's part
+    assert later.is_meta
+
+
 def penalised() -> nn.Module:
     """Return a model with a parameter of no unit, which every rank has."""
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
