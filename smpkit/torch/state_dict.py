@@ -50,12 +50,12 @@ def marked(own: Mapping[str, Any]) -> dict[str, Any]:
 
 def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without marks; raise UsageError if it has the parts of another rank's tensors."""
-    if (part := state_dict.get(_PART_KEY)) is not None and tuple(part) != _own_part().get(_PART_KEY):
-        index, degree = part
-        own = "the whole of each" if not (mine := _own_part()) else "part {} of {}".format(*mine[_PART_KEY])
+    part, own = state_dict.get(_PART_KEY), _own_part().get(_PART_KEY)
+    if part is not None and tuple(part) != own:
+        mine = "part {} of {}".format(*own) if own else "the whole of each"
         raise UsageError(
-            f"a state dict has part {index} of {degree} of the tensors that sharded data parallelism divides, and this"
-            f" rank has {own}",
+            f"a state dict has part {part[0]} of {part[1]} of the tensors that sharded data parallelism divides, and"
+            f" this rank has {mine}",
             hint="let all ranks save their own, `smp.save(..., v3=True)`, or use smp.save_checkpoint, which resumes at"
             " any degrees",
         )
