@@ -21,7 +21,15 @@ from smpkit.torch.placement.delayed import is_delayed, run_deferred_loads, set_d
 from smpkit.torch.placement.dtensor import distribute_state, full_tensor_of, local_tensor_of
 from smpkit.torch.placement.placement import Placement
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, sees_scaled_batch
-from smpkit.torch.state_dict import PARTIAL_KEY, merge_on_all_ranks, tie_of, whole_value, with_versions
+from smpkit.torch.state_dict import (
+    PARTIAL_KEY,
+    marked,
+    merge_on_all_ranks,
+    tie_of,
+    unmarked,
+    whole_value,
+    with_versions,
+)
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.state_dict import (
     join_state,
@@ -212,7 +220,7 @@ class ModelParts(nn.Module):
         run_deferred_loads()
         held = self._names_here()
         own = {name: local_tensor_of(value) for name, value in self.module.state_dict().items() if name in held}
-        return {**own, PARTIAL_KEY: True}
+        return marked(own)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False, **kwargs: Any
@@ -228,7 +236,8 @@ class ModelParts(nn.Module):
             same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
 
         Raises:
-            UsageError: with `strict`, names of a partitioned model do not match.
+            UsageError: with `strict`, names of a partitioned model do not match; or it has the parts of weights that
+                another rank of sharded data parallelism has.
             UnsupportedError: with `assign=True`, which would put tensors in the place of parameters that the optimizer
                 and data parallelism know.
         """
@@ -237,7 +246,7 @@ class ModelParts(nn.Module):
         run_deferred_loads()
         held, own = self._held_names(), self.module.state_dict()
         names, is_partial = own.keys(), bool(state_dict.get(PARTIAL_KEY))
-        values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
+        values = unmarked(state_dict)
         if PARTIAL_KEY not in state_dict:  # what `state_dict()` returned has the distributed names already
             values = with_distributed_names(self.module, values, set(names if held is None else held))
         if self.pipeline is not None and is_partial and not same_partition_load:

@@ -27,11 +27,13 @@ from smpkit.torch.state_dict import (
     gather_all,
     gather_by_rdp_rank,
     gather_owned,
+    marked,
     merge_on_all_ranks,
     merge_shards,
     to_local,
     to_parts,
     to_whole,
+    unmarked,
 )
 from smpkit.torch.tensor_parallel.replace import refuse_replaced_parameters
 
@@ -350,7 +352,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather_if_shard: with `shard_optimizer_state`, collect the shards of the ranks of RDP_GROUP, all of which
                 call this: on rdp_rank 0 `["state"]` is then a list by rdp_rank. Else it is this rank's own shard.
         """
-        own = {**self._own_state_dict(), PARTIAL_KEY: True}
+        own = marked(self._own_state_dict())
         if gather_if_shard and _zero1_partition() is not None:
             own["state"] = gather_by_rdp_rank(own["state"])
         if state.cfg.sharded_data_parallel_degree > 1:
@@ -367,10 +369,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         step loading waits for it.
 
         Raises:
-            UsageError: it has states of other shapes than weights that tensor parallelism has divided.
+            UsageError: it has states of other shapes than weights that tensor parallelism has divided, or of the parts
+                of weights that another rank of sharded data parallelism has.
         """
         run_deferred_loads()
-        values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
+        values = unmarked(state_dict)
         if "state" in values:
             values["state"] = merge_shards(values["state"])
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):

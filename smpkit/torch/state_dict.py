@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
+from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import RankType, allgather, recv_from, send
@@ -30,8 +31,35 @@ from smpkit.torch.tensor_parallel.state_dict import join_pieces, shard_value
 
 PARTIAL_KEY = "_smp_is_partial"
 """Marks a state dict that holds only this rank's part; SMP v1 scripts read and write it."""
+_PART_KEY: Final = "_smp_part"
+"""With sharded data parallelism, which part that is, out of how many: those of other ranks have the same shapes."""
+MARKS: Final = {PARTIAL_KEY, _PART_KEY}
 
 _Key = TypeVar("_Key")
+
+
+def _own_part() -> dict[str, tuple[int, int]]:
+    degree = state.cfg.sharded_data_parallel_degree
+    return {_PART_KEY: (state.rdp_rank % degree, degree)} if degree > 1 else {}
+
+
+def marked(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of a state, marked as that."""
+    return {**own, PARTIAL_KEY: True, **_own_part()}
+
+
+def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without marks; raise UsageError if it has the parts of another rank's tensors."""
+    part, own = state_dict.get(_PART_KEY), _own_part().get(_PART_KEY)
+    if part is not None and tuple(part) != own:
+        mine = "part {} of {}".format(*own) if own else "the whole of each"
+        raise UsageError(
+            f"a state dict has part {part[0]} of {part[1]} of the tensors that sharded data parallelism divides, and"
+            f" this rank has {mine}",
+            hint="let all ranks save their own, `smp.save(..., v3=True)`, or use smp.save_checkpoint, which resumes at"
+            " any degrees",
+        )
+    return {key: value for key, value in state_dict.items() if key not in MARKS}
 
 
 def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:

@@ -21,7 +21,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.placement.blocks import repeated_blocks
 from tests.models import MODELS, WIDTH, Case, Stack, TiedFunctional, mse_step, singles, token_step, tokens, vectors
 from tests.ranks import run_ranks
-from tests.torch.steps import on_ranks
+from tests.torch.steps import on_ranks, train_step
 from tests.train import (
     Trace,
     Way,
@@ -167,6 +167,27 @@ def test_a_group_that_is_added_later_may_have_parameters_of_before() -> None:
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(now[:1], lr=0.1))
         optimizer.add_param_group({"params": before[1:]})
     assert all(map(operator.is_, optimizer.param_groups[1]["params"], now[1:]))
+
+
+@on_ranks(2)
+def test_the_parts_of_another_rank_are_not_loaded(tmp_path: Path) -> None:
+    """Scripts for pipelines, and transformers' branch for SMP, save on rdp_rank 0 alone; shapes are the same on all."""
+    smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0})
+    model: Any = smp.DistributedModel(nn.Linear(4, 4))
+    optimizer: Any = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    train_step(model, torch.ones(2, 4))
+    optimizer.step()
+    for name, trained in (("model", model), ("optimizer", optimizer)):
+        own = trained.local_state_dict()
+        if smp.rdp_rank() == 0:
+            smp.save(own, tmp_path / name)
+        smp.barrier()
+        trained.load_state_dict(own)
+        if smp.rdp_rank() == 0:
+            trained.load_state_dict(smp.load(tmp_path / name))
+        else:
+            with pytest.raises(UsageError, match=r"has part 0 of 2 .* this rank has part 1 of 2\n.*all ranks save"):
+                trained.load_state_dict(smp.load(tmp_path / name))
 
 
 @on_ranks(2)

@@ -25,7 +25,7 @@ from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.shards import TpShard, shard_of, shard_range
 from smpkit.torch.precision.cast import SCALER_KEY, half_dtype
-from smpkit.torch.state_dict import PARTIAL_KEY
+from smpkit.torch.state_dict import MARKS
 from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import Translation, tensor_of
 
@@ -125,7 +125,7 @@ def entries_of(model: DistributedModel, optimizer: WrappedOptimizer | None) -> l
     if optimizer is None:
         return entries
     saved = optimizer.local_state_dict(gather_if_shard=False)
-    others = saved.keys() - {"state", "param_groups", SCALER_KEY, PARTIAL_KEY}
+    others = saved.keys() - {"state", "param_groups", SCALER_KEY, *MARKS}
     if others or not isinstance(saved.get("state"), Mapping) or not isinstance(saved.get("param_groups"), list):
         more = "".join(f", but `{name}` too" for name in sorted(others)[:1])
         raise CheckpointError(

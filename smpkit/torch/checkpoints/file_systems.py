@@ -39,12 +39,16 @@ def known_file_systems(path: Path) -> FileSystems | None:
 
 
 def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
-    """Make the folder and find out, by marker files in it, which ranks share it; all ranks call this."""
+    """Make the folder and find out, by marker files in it, which ranks share it; all ranks call this.
+
+    Also remove what jobs before this one have left there, before this one writes: later, from a thread of a save in the
+    background, that could be what `smp.save` of another rank is writing.
+    """
     # A file system that shows a marker late is harmless: two leaders write the same index, and what both hold twice.
     marker = path / f".rank_{state.rank}.{save_id}.tmp"
     try:
         # One marker per host: its ranks share its file systems.
-        all_or_raise(failure, lambda: _mark(marker) if state.local_rank == 0 else None)
+        all_or_raise(failure, lambda: _mark(marker, save_id) if state.local_rank == 0 else None)
         _, leaders = together(failure, lambda: _lowest(path, save_id), tuple)
     finally:
         with contextlib.suppress(OSError):
@@ -52,10 +56,11 @@ def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
     return _known.setdefault(path.absolute(), FileSystems(leaders))
 
 
-def _mark(marker: Path) -> None:
+def _mark(marker: Path, save_id: str) -> None:
     make_folder(marker.parent)
     with files.as_checkpoint_error(f"{marker.parent} cannot be written to"):
         marker.touch()
+        files.remove_leftovers(marker.parent, save_id)
 
 
 def _lowest(path: Path, save_id: str) -> int:

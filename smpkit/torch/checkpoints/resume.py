@@ -31,7 +31,7 @@ from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.rendezvous import name_ranks
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.placement.delayed import drop_deferred_loads
-from smpkit.torch.state_dict import PARTIAL_KEY
+from smpkit.torch.state_dict import unmarked
 
 
 def resume_from_checkpoint(
@@ -352,6 +352,5 @@ def _load_full(
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
     saved = translate(dict(saved)) if translate else saved
-    values = {key: value for key, value in saved.items() if key != PARTIAL_KEY}
-    load_model(model, StateReader(path, values), strict, prefix="")
+    load_model(model, StateReader(path, unmarked(saved)), strict, prefix="")
     return user_content

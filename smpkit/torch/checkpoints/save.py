@@ -312,8 +312,6 @@ class _Save:
             return
         make_folder(self.path)
         with files.as_checkpoint_error(f"{self.path} cannot be written to"):
-            if self.publishes:
-                files.remove_leftovers(self.path, self.save_id)
             self.staged.mkdir(exist_ok=True)
 
     def _content_name(self) -> str:

@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.host_memory import pinned_bytes
 from smpkit.torch.offload.link import DONE, Event, link_for
-from smpkit.torch.offload_model.slices import Layout, Slice
+from smpkit.torch.offload_model.slices import Layout, Slice, with_own_storage
 
 if TYPE_CHECKING:
     from smpkit.torch.offload_model.optimizer import OffloadOptimizer
@@ -93,8 +94,8 @@ class Engine:
         self._last_load: Event = DONE
         self._leaving: tuple[list[Tensor], Event, Hashable] = [], DONE, None
         """Gradients of the latest slice that are copied to the host, and the stream that made them."""
-        self._homes: dict[int, Tensor] = {}
-        """Buffers on the host for gradients, by slice."""
+        self._homes: dict[int, tuple[Tensor, StorageWeakRef]] = {}
+        """Buffers on the host for gradients, by slice, and whether any of the gradients is still used."""
         self._versions: dict[int, list[int]] = {}
         """Of the parameters of entered slices."""
         self.is_in_forward = False
@@ -429,11 +430,17 @@ class Engine:
             parameter.grad = term.clone() if parameter.grad is None else parameter.grad.add_(term)
 
     def _home(self, piece: Slice, num_bytes: int) -> Tensor:
+        if not num_bytes:
+            return piece.host[:0]
         piece.wait_for_updates()  # which read the gradients of before
-        home = self._homes.get(piece.index)
-        if home is None or home.nbytes < num_bytes:
-            home = self._homes[piece.index] = pinned_bytes(self.device, num_bytes)
-        return home[:num_bytes]
+        home, gradients = self._homes.get(piece.index, (None, None))
+        # Scripts may keep gradients, and set `parameter.grad` to None: those must stay as they are.
+        is_kept = gradients is not None and not gradients.expired()  # type: ignore[no-untyped-call]
+        if home is None or home.nbytes < num_bytes or is_kept:
+            home = pinned_bytes(self.device, num_bytes)
+        own = with_own_storage(home[:num_bytes])
+        self._homes[piece.index] = home, StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]
+        return own
 
     def _slab(self, piece: Slice, num_bytes: int) -> Tensor:
         slot = self._slot(piece.index)

@@ -80,7 +80,7 @@ class OffloadModel(nn.Module):
     Losses, gradients, buffers and weights are those of the plain model. The output and the buffers are on `device`,
     parameters and their gradients on the CPU. Weights are copied to the device about twice a step, the next slice while
     one computes, and gradients come back once. What no slice has alone (an embedding tied to the head, a norm behind
-    the blocks) is on the device for the whole step. `parameter.grad` is memory that the next backward uses again.
+    the blocks) is on the device for the whole step.
 
     Args:
         model: an `nn.Sequential`; a list of modules, each of which is a slice; or any module with repeated blocks, such

@@ -266,7 +266,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 def _update(
     link: Link,
     part: _Part,
-    gradients: Sequence[tuple[nn.Parameter, Tensor]],
+    gradients: list[tuple[nn.Parameter, Tensor]],
     factor: Tensor | None,
     arrival: Event,
 ) -> None:
@@ -288,6 +288,7 @@ def _update(
         _move_states(part.optimizer)
     for alias, _ in gradients:
         alias.grad = None
+    gradients.clear()  # the thread keeps its arguments for a moment, and the next backward wants their memory
     part.piece.publish()
 
 

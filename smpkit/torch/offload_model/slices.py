@@ -154,7 +154,7 @@ class Slice:
         wide_views = iter(apart.views(zeros(apart.num_bytes, torch.uint8)))
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.layout.views(self.host), strict=True):
-                master = _with_own_storage(view if parameter.dtype == view.dtype else next(wide_views))
+                master = with_own_storage(view if parameter.dtype == view.dtype else next(wide_views))
                 parameter.data = master.copy_(parameter)
                 self.masters.append(master)
                 if master.dtype != view.dtype:
@@ -216,7 +216,7 @@ class Slice:
         return self.is_rounded and (self.is_stale or self._versions() != self._published)
 
 
-def _with_own_storage(view: Tensor) -> Tensor:
+def with_own_storage(view: Tensor) -> Tensor:
     """Return a tensor over the same memory whose storage is exactly that memory."""
     # `torch.save` takes whole storages: one parameter must not bring along its slice.
     if view.numel() == 0:

@@ -343,3 +343,28 @@ def test_a_grad_scaler_is_kept_as_it_was(tmp_path: Path) -> None:
     module.spoil = False
     train()  # the second step without an overflow: the scale grows
     assert scaler.get_scale() == 128.0
+
+
+@on_ranks(2)
+def test_what_a_rank_saves_by_itself_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    """A leader's thread took the file that `smp.save` was writing beside it for that of a save that had died."""
+    begin()
+    (tmp_path / f".f.{'0' * 16}.tmp").touch()  # of one that has
+    smp.save_checkpoint(tmp_path, "before")
+    with held_back() as event:
+        pending: Any = smp.save_checkpoint(tmp_path, "meanwhile", blocking=False)
+        write = folder_module.fsync_write
+
+        def while_the_thread_goes_on(path: Path, content: Any) -> Any:
+            result = write(path, content)
+            if threading.current_thread() is threading.main_thread():
+                event.set()
+                pending.wait(30)
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folder_module, "fsync_write", while_the_thread_goes_on)
+            smp.save(1, tmp_path / "f")
+    assert smp.load(tmp_path / "f") == 1
+    smp.barrier()
+    assert not list(tmp_path.glob(".*"))

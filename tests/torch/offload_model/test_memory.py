@@ -191,6 +191,29 @@ def test_the_thread_has_the_models_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert began == [CPU]
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+def test_gradients_that_nobody_keeps_come_to_the_same_memory(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_the_host", lambda _: False)
+    model = OffloadModel(_layers(), CPU, num_slices=4)
+    sgd = OffloadOptimizer(model, torch.optim.SGD) if ours else torch.optim.SGD(model.parameters())
+    if isinstance(sgd, OffloadOptimizer):
+        submitted: list[Any] = []
+        submit = sgd._pool.submit
+
+        def keep_arguments(*arguments: Any) -> Any:
+            submitted.append(arguments)  # as the thread does for a moment
+            return submit(*arguments)
+
+        monkeypatch.setattr(sgd._pool, "submit", keep_arguments)
+    places = set()
+    for _ in range(4):
+        sgd.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        places.add(tuple(parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None))
+        sgd.step()
+    assert len(places) == 1
+
+
 def test_the_end_of_the_process_waits_for_no_copy() -> None:
     """Of a GPU that hangs each wait would last ten minutes."""
     held = OffloadModel(_layers(), CPU)

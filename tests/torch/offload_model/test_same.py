@@ -302,6 +302,16 @@ def accumulate(network: Any) -> None:
     back(network)
 
 
+def keep_gradients(network: Any) -> list[Any]:
+    """Keep those of several batches without copies, as learners of PPO do that hand them to each other."""
+    kept: list[Any] = []
+    for _ in range(3):
+        network.zero_grad()
+        back(network)
+        kept += [parameter.grad.data for parameter in network.parameters()]
+    return kept
+
+
 def forward_twice(network: Any) -> None:
     one, other = network(x(5)), network(x(2))
     other.square().sum().backward()
@@ -492,6 +502,7 @@ def in_turn(first: dict[str, Any], second: dict[str, Any]) -> Any:
 MAXIMIZE = in_turn({"maximize": True}, {})
 ROWS = {
     "gradients add up": Row(layers, accumulate, tolerance=0),
+    "gradients that are kept": Row(layers, keep_gradients, tolerance=0),
     "two forwards before a backward": Row(layers, forward_twice, tolerance=0),
     "a graph that is kept": Row(layers, backward_twice),
     "a graph that is kept, microbatches": Row(layers, backward_twice, {"num_microbatches": 3}, 1e-5),
