@@ -95,13 +95,12 @@ class SmpTrainer:
         adapt_accelerator(self.accelerator)
         _dispatch_batches()
 
-    def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
-        if state.size > 1:
-            raise UnsupportedError(
-                f"`hyperparameter_search` ran on {state.size} ranks, each of which would draw values of its own",
-                hint="run each trial as a job of its own",
-            )
-        return super().hyperparameter_search(*arguments, **options)  # type: ignore[misc]
+    def hyperparameter_search(self, *_arguments: Any, **_options: Any) -> Any:
+        raise UnsupportedError(
+            "`hyperparameter_search` trains one model after another, but a job under SMP has one, and its ranks would"
+            " each draw values of their own",
+            hint="run each trial as a job of its own",
+        )
 
     def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
         if not isinstance(self.model_wrapped, DistributedModel):
