@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError
+from smpkit.errors import CheckpointError, UnsupportedError
 from smpkit.torch.compat.trainer import SmpTrainer, _configure_accelerate, _dispatch_batches, adapt_accelerator
 from tests.compat.commands import run_on_ranks, run_script
 from tests.torch.steps import on_ranks, train_step
@@ -322,6 +322,72 @@ def test_dropout_goes_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
     assert not torch.equal(draw(model).concat(), drawn)
     trainer._load_rng_state(str(tmp_path))
     assert torch.equal(draw(model).concat(), drawn)
+
+
+class _LoadsStates(_Original):
+    """Loads the file of this rank."""
+
+    create_optimizer = compute_loss = None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        self.optimizer = smp.load(str(checkpoint / "optimizer.pt"))
+
+
+class _LoadsAllStates(SmpTrainer, _LoadsStates):
+    """Trainer as SMP has it."""
+
+
+@pytest.mark.parametrize("names", [["optimizer.pt_0", "optimizer.pt_1"], ["optimizer.pt"]])
+@on_ranks(1)
+def test_optimizer_states_that_other_ranks_saved_are_refused(tmp_path: Path, names: list[str]) -> None:
+    # Those of the second stage were lost, and of the file of one process everything: learning rates began again.
+    smp.init()
+    trainer: Any = _LoadsAllStates(nn.Linear(1, 1))
+    for name in names:
+        smp.save({"step": 1}, tmp_path / name, partial=False)
+    with pytest.raises(CheckpointError, match=f"are {', '.join(names)}, but the ranks of this job read"):
+        trainer._load_optimizer_and_scheduler(tmp_path)
+
+
+@on_ranks(2)
+def test_each_rank_loads_its_own_file_of_optimizer_states(tmp_path: Path) -> None:
+    smp.init({"partitions": 2, "microbatches": 1})
+    trainer: Any = _LoadsAllStates(nn.Linear(1, 1))
+    smp.save({"rank": smp.rank()}, tmp_path / "optimizer.pt")
+    smp.barrier()
+    trainer._load_optimizer_and_scheduler(tmp_path)
+    assert trainer.optimizer == {"rank": smp.rank()}
+
+
+@on_ranks(1)
+def test_a_search_for_hyperparameters_is_refused() -> None:
+    # Each rank drew learning rates of its own; the second trial ended, since a script has one DistributedModel.
+    smp.init()
+    trainer: Any = _Steps(nn.Linear(1, 1))
+    with pytest.raises(UnsupportedError, match="`hyperparameter_search` trains one model after another"):
+        trainer.hyperparameter_search(n_trials=2)
+
+
+@on_ranks(1)
+def test_a_search_for_a_batch_that_fits_is_refused() -> None:
+    smp.init()
+    with pytest.raises(UnsupportedError, match="`auto_find_batch_size` is True"):
+        _Steps(nn.Linear(1, 1), SimpleNamespace(auto_find_batch_size=True))
+
+
+@on_ranks(2)
+def test_the_accelerator_reduces_and_gathers_objects_over_the_replicas() -> None:
+    # Each replica got its own value back.
+    smp.init({"partitions": 1, "ddp": True})
+    _configure_accelerate()
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    adapt_accelerator(accelerator)
+    own = torch.tensor(1.0 + 2 * smp.dp_rank())
+    reduced = [accelerator.reduce(own, reduction).item() for reduction in ("sum", "mean", "max")]
+    assert reduced == [4, 2, 3]
+    assert accelerator.gather_for_metrics([f"replica {smp.dp_rank()}"]) == ["replica 0", "replica 1"]
 
 
 @on_ranks(1)

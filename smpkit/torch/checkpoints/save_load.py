@@ -59,14 +59,17 @@ def load(
             may not be loaded.
     """
     del back_compat
-    names = [os.fspath(f)]
-    if partial:  # a whole file is read without smp.init()
-        is_shard = state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1
-        names = _names(os.fspath(f), is_shard)
+    # A whole file is read without smp.init().
+    names = names_to_load(os.fspath(f)) if partial else [os.fspath(f)]
     path = next((Path(name) for name in names if Path(name).is_file()), None)
     if path is None:
         raise _not_found(os.fspath(f), names, partial)
     return read_file(path, map_location, pickle_module, **(pickle_load_args or {}))
+
+
+def names_to_load(f: str) -> list[str]:
+    """Return the names under which this rank's file may be, the first that exists to be read."""
+    return _names(f, state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
 
 
 def _names(f: str, v3: bool) -> list[str]:

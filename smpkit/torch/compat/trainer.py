@@ -39,10 +39,10 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
-from smpkit.errors import UnsupportedError
+from smpkit.errors import CheckpointError, UnsupportedError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.checkpoints.objects import read_file
-from smpkit.torch.checkpoints.save_load import save
+from smpkit.torch.checkpoints.save_load import names_to_load, save
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.distributed.objects import allgather, barrier
@@ -57,6 +57,7 @@ _LAUNCHERS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "MPI_"
 _SFT: Final = "trl.trainer.sft_trainer"
 """Its `compute_loss` gathers metrics from all ranks, which no step may do; the loss is the model's."""
 _ITEMS: Final = "num_items_in_batch"
+_OPTIMIZER: Final = "optimizer.pt"
 
 
 class SmpTrainer:
@@ -76,6 +77,7 @@ class SmpTrainer:
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         _refuse_trl(type(self), args)
         if args is not None:
+            _refuse_another_batch_size(args)
             _set_device(args)
         super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
         self.create_optimizer = functools.partial(
@@ -92,6 +94,13 @@ class SmpTrainer:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adapt_accelerator(self.accelerator)
         _dispatch_batches()
+
+    def hyperparameter_search(self, *_arguments: Any, **_options: Any) -> Any:
+        raise UnsupportedError(
+            "`hyperparameter_search` trains one model after another, but a job under SMP has one, and its ranks would"
+            " each draw values of their own",
+            hint="run each trial as a job of its own",
+        )
 
     def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
         if not isinstance(self.model_wrapped, DistributedModel):
@@ -159,12 +168,17 @@ class SmpTrainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if state.cfg.sharded_data_parallel_degree > 1 and state.rdp_rank > 0:
-            save(self.optimizer.local_state_dict(), Path(output_dir, "optimizer.pt"), v3=True)
+            save(self.optimizer.local_state_dict(), Path(output_dir, _OPTIMIZER), v3=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
             super()._save_rng_state(output_dir)  # type: ignore[misc]
             _streams_in(output_dir).write_text(json.dumps(dict(self.model_wrapped.random_state())), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            _check_states_of_all_ranks(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
@@ -204,9 +218,34 @@ class SmpTrainer:
         return True
 
 
+def _check_states_of_all_ranks(checkpoint: str) -> None:
+    """Refuse optimizer states saved with other degrees: each rank loads its own file, and what others hold is lost."""
+    here = {file.name for file in Path(checkpoint).glob(f"{_OPTIMIZER}*")}
+    own = [Path(name).name for name in names_to_load(f"{Path(checkpoint, _OPTIMIZER)}")]
+    found = next((name for name in own if name in here), None)
+    answers = allgather((here, found, own[0]), CommGroup.WORLD)
+    there = {name for each, _, _ in answers for name in each}  # none: `save_only_model`
+    if there and there != {name for _, name, _ in answers}:
+        names = ", ".join(sorted(there))
+        expected = ", ".join(sorted({name or wanted for _, name, wanted in answers}))
+        raise CheckpointError(
+            f"the optimizer states in `{checkpoint}` are {names}, but the ranks of this job read {expected}",
+            hint="resume with the degrees that saved it, or train anew from its weights: `from_pretrained` reads them",
+        )
+
+
 def _streams_in(checkpoint: str) -> Path:
     """Return the file that says where dropout goes on: its random numbers are smpkit's own in a step."""
     return Path(checkpoint, f"smp_random_state_{state.rdp_rank}.json")
+
+
+def _refuse_another_batch_size(args: Any) -> None:
+    """Refuse to begin again with a smaller batch when memory is short: other ranks wait in the midst of the step."""
+    if getattr(args, "auto_find_batch_size", False):
+        raise UnsupportedError(
+            "`auto_find_batch_size` is True, but a rank that is out of memory ends the run",
+            hint="leave it out, and set `per_device_train_batch_size`; `smpkit plan` shows what each rank will hold",
+        )
 
 
 def _refuse_trl(trainer: type, args: Any) -> None:
@@ -301,6 +340,13 @@ def adapt_accelerator(accelerator: Any) -> None:
     def pad(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         return map_leaves(lambda value: _pad(value, dim, pad_index, pad_first, group), tensor)
 
+    def reduced(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        del scale  # TPUs' alone
+        return map_leaves(functools.partial(_reduce, reduction, group), tensor)
+
+    def gather_object(objects: list[Any]) -> list[Any]:
+        return [each for objects_of_one in allgather(objects, group) for each in objects_of_one]
+
     unwrap = accelerator.unwrap_model
 
     def unwrap_model(model: Any, *arguments: Any, **options: Any) -> Any:
@@ -312,6 +358,8 @@ def adapt_accelerator(accelerator: Any) -> None:
     accelerator.gather = functools.partial(map_leaves, gathered)
     if replicas > 1:
         accelerator.pad_across_processes = pad
+        accelerator.reduce = reduced
+        vars(sys.modules[type(accelerator).__module__])["gather_object"] = gather_object  # by `gather_for_metrics`
 
 
 def _dispatch_batches() -> None:
@@ -329,6 +377,14 @@ def _dispatch_batches() -> None:
 
     if replicas > 1:  # accelerate's own return what they get, because its world has no process group
         vars(data_loader).update(broadcast=broadcast, broadcast_object_list=broadcast_object_list)
+
+
+def _reduce(reduction: str, group: CommGroup, value: Any) -> Any:
+    """Return the sum, the mean or the largest of a tensor over the group."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    values = torch.stack([each.to(value.device) for each in allgather(value.detach().cpu(), group)])
+    return values.amax(0) if reduction == "max" else values.mean(0) if reduction == "mean" else values.sum(0)
 
 
 def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup) -> Any:
