@@ -310,7 +310,8 @@ class ModelParallelConfig(Section):
     def world_problems(self, world_size: int) -> list[Problem]:
         """Say which degrees do not fit into `world_size` ranks; the paths start at the parameters."""
         pipeline, tensor = self.pipeline_parallel_degree, self.tensor_parallel_degree
-        hint = "start a multiple of {} ranks, or lower the degree"
+        start = "`smpkit run --ranks {0}`, `torchrun --nproc-per-node {0}`"
+        hint = f"start a multiple of {{0}} ranks ({start}), or lower the degree"
         if world_size % (pipeline * tensor):
             key, degree = (_DEGREE, pipeline) if pipeline > 1 else ("tensor_parallel_degree", tensor)
             message = f"must divide the number of ranks ({world_size}), got {degree}"
