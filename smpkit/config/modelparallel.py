@@ -294,14 +294,10 @@ class ModelParallelConfig(Section):
         """Apply v1's rules between parameters."""
         return rules.broken_rules(self)
 
-    def values(self) -> dict[str, Any]:
-        """Every v1 key with its effective value, internal keys included."""
-        return self.model_dump()
-
     def effective(self) -> dict[str, object]:
         """The v1 keys and values to log as `Configuration parameters:`: like v1, without internal keys."""
         internal = {"_match_weights", "checkpoint_attentions", *rules.INTERNAL}
-        return {key: value for key, value in self.values().items() if key not in internal}
+        return {key: value for key, value in self.model_dump().items() if key not in internal}
 
     def given(self) -> dict[str, Any]:
         """The v1 keys that were set explicitly, with their effective values."""

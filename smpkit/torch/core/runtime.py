@@ -201,13 +201,7 @@ class State(Place):
         return devices.current_device()
 
     def refuse_inside_step(self, call: str) -> None:
-        """Raise if a step runs in which gradients are not those of all microbatches yet.
-
-        Over a pipeline backwards run later than the step's code; otherwise those of later microbatches do.
-
-        Args:
-            call: what was called, which uses or clears gradients.
-        """
+        """Refuse `call`, which uses or clears gradients, in a step in which backwards are still to come."""
         step = self.step
         if step is not None and (self.pp_size > 1 or step.num_microbatches > 1) and not self.tracing:
             raise UsageError(
