@@ -110,7 +110,8 @@ class Problem:
 
     def __str__(self) -> str:
         where = escaped(self.where).replace("\n", "\\n")
-        known = self.source in (f"--set {where}", f"--{where}")
+        option, _, key = self.source.partition(" ")
+        known = option in (f"--{where}", "--set", "-p", "-H") and where.endswith(key)
         head = ": ".join(part for part in (self.place, "" if known else where, self.message) if part)
         lines = [head, self.excerpt] if self.excerpt else [head]
         if self.hint is not None:

@@ -59,6 +59,8 @@ _FIRST: Final = 5
 """So many come first in `--help`; the rest is under "More"."""
 _RANKS: Final = {"-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"}
 """How mpirun, srun and torchrun spell `--ranks`."""
+_SHORT_DEGREES: Final = {"--pp": "pipeline_parallel_degree", "--tp": "tensor_parallel_degree"}
+"""Options of `smpkit plan`."""
 
 
 class _Commands(click.Group):
@@ -168,9 +170,10 @@ def _usage(error: click.ClickException) -> int:
     if isinstance(error, click.NoSuchOption):
         message = f"no such option: `{printable(error.option_name)}`"
         names = [name for param in ctx.command.get_params(ctx) for name in param.opts] if ctx is not None else []
-        meant = "--ranks" if error.option_name in _RANKS and "--ranks" in names else closest(error.option_name, names)
-        hints = [] if meant is None else [f"did you mean `{meant}`?"]
-        if "--pdb" in names and meant != "--ranks":  # of `run`, behind whose script python and torchrun take anything
+        meant = _meant(error.option_name, names)
+        hints = [f"did you mean `{meant}`?"] if meant else []
+        # Behind the script of `run`, python and torchrun take anything.
+        if "--pdb" in names and not meant.startswith(("--ranks", "-p ")):
             is_module, option = error.option_name in ("-m", "--module"), printable(error.option_name)
             module = "name a script that holds `import runpy; runpy.run_module('NAME', run_name='__main__')`"
             hints.append(module if is_module else f"`smpkit run SCRIPT -- {option} ...` gives it to the script")
@@ -179,6 +182,18 @@ def _usage(error: click.ClickException) -> int:
     message = re.sub(r"\s+", " ", re.sub(r"'([^' ]+)'", r"`\1`", message)).strip().rstrip(".")
     _console.print_failure(message[:1].lower() + message[1:], hint)
     return error.exit_code
+
+
+def _meant(option: str, names: Sequence[str]) -> str:
+    """Return what was probably meant by an option that a command lacks, of those that it has; empty if unknown."""
+    from smpkit.config.modelparallel import ModelParallelConfig
+
+    parameter = _SHORT_DEGREES.get(option, option.removeprefix("--").replace("-", "_"))
+    if option in _RANKS and "--ranks" in names:
+        return "--ranks"
+    if parameter in ModelParallelConfig.model_fields and "-p" in names:
+        return f"-p {parameter}=..."
+    return closest(option, names) or ""
 
 
 def _drop_output() -> None:

@@ -28,7 +28,7 @@ class Switched(Section):
     """A block that says itself whether it counts."""
 
     enabled: bool
-    """Must be the literal `true`: SageMaker's SDK silently ignores the block for anything else."""
+    """Must be the literal `true`, or SageMaker's SDK silently ignores the block."""
 
     hints: ClassVar[Mapping[str, str]] = {"enabled": "write `enabled: true`; without it SageMaker ignores the block"}
 

@@ -294,14 +294,10 @@ class ModelParallelConfig(Section):
         """Apply v1's rules between parameters."""
         return rules.broken_rules(self)
 
-    def values(self) -> dict[str, Any]:
-        """Every v1 key with its effective value, internal keys included."""
-        return self.model_dump()
-
     def effective(self) -> dict[str, object]:
         """The v1 keys and values to log as `Configuration parameters:`: like v1, without internal keys."""
         internal = {"_match_weights", "checkpoint_attentions", *rules.INTERNAL}
-        return {key: value for key, value in self.values().items() if key not in internal}
+        return {key: value for key, value in self.model_dump().items() if key not in internal}
 
     def given(self) -> dict[str, Any]:
         """The v1 keys that were set explicitly, with their effective values."""
@@ -310,7 +306,8 @@ class ModelParallelConfig(Section):
     def world_problems(self, world_size: int) -> list[Problem]:
         """Say which degrees do not fit into `world_size` ranks; the paths start at the parameters."""
         pipeline, tensor = self.pipeline_parallel_degree, self.tensor_parallel_degree
-        hint = "start a multiple of {} ranks, or lower the degree"
+        start = "`smpkit run --ranks {0}`, `torchrun --nproc-per-node {0}`"
+        hint = f"start a multiple of {{0}} ranks ({start}), or lower the degree"
         if world_size % (pipeline * tensor):
             key, degree = (_DEGREE, pipeline) if pipeline > 1 else ("tensor_parallel_degree", tensor)
             message = f"must divide the number of ranks ({world_size}), got {degree}"

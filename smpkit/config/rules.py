@@ -100,7 +100,7 @@ _Notice = tuple[str, str, str]
 
 def unused_settings(config: ModelParallelConfig, written: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a notice for every setting the user wrote, by today's names, that does nothing, or not what it says."""
-    defaults = type(config)().values()
+    defaults = type(config)().model_dump()
     changed = frozenset(key for key, value in written.items() if key in defaults and value != defaults[key])
     notices = [*_pipeline_notices(config, written), *_other_notices(config, changed)]
     for key, message, hint in notices:

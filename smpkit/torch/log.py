@@ -202,7 +202,7 @@ def _settings() -> dict[str, Any]:
     """Return the degrees and the hyperparameters, as far as they are texts and numbers."""
     hyperparameters = json.loads(os.environ.get("SM_HPS") or "{}")
     hyperparameters.pop("mp_parameters", None)
-    settings = {**state.cfg.values(), **{name: masked(name, value) for name, value in hyperparameters.items()}}
+    settings = {**state.cfg.model_dump(), **{name: masked(name, value) for name, value in hyperparameters.items()}}
     return {name: value if isinstance(value, (str, int, float)) else str(value) for name, value in settings.items()}
 
 

@@ -48,7 +48,7 @@ def check_arguments(
         ),
         (
             state.model is not None,
-            "there is a DistributedModel already, and a script has one",
+            "there is a DistributedModel already, and a script can have only one",
             "put models that are trained together into one torch.nn.Module; call smp.shutdown() before another one",
         ),
         (

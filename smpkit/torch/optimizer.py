@@ -520,7 +520,8 @@ def _check(optimizer: Any) -> None:
     missing = [name for name in ("param_groups", "state", "step", "zero_grad") if not hasattr(optimizer, name)]
     if missing:
         raise UsageError(
-            f"{type(optimizer).__name__} is no optimizer: it has no {', '.join(f'`{n}`' for n in missing)}"
+            f"{type(optimizer).__name__} is no optimizer: it has no {', '.join(f'`{n}`' for n in missing)}",
+            hint="pass an optimizer of torch: `torch.optim.AdamW(model.parameters())`",
         )
     rules, cfg = _rules_of(optimizer), state.cfg
     clips = getattr(optimizer, "defaults", {}).get("max_grad_norm")  # by a norm that it adds up, unless it is ours

@@ -279,14 +279,15 @@ class StepOutput:
         return torch.stack(self.outputs)
 
 
-class NoOutput(list[None]):
-    """What a function that returns nothing has returned, as in SMP v1: a list of None over microbatches."""
+class NoTensors(list[Any]):
+    """What a function that returns nothing, or a number, has returned, as in SMP v1: a list over microbatches."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(StepOutput, name):
             raise AttributeError(f"'list' object has no attribute '{name}'")
-        message = f"there is nothing for `.{name}` here: the function of the step returned None"
-        raise StepOutputError(message, hint="end it with `return loss`")
+        returned = "None" if self[0] is None else f"numbers ({type(self[0]).__name__})"
+        message = f"there is nothing for `.{name}` here: the function of the step returned {returned}"
+        raise StepOutputError(message, hint="end it with `return loss`, the tensor")
 
 
 def collate(values: Sequence[Any]) -> Any:
@@ -296,8 +297,8 @@ def collate(values: Sequence[Any]) -> Any:
     over microbatches, and so does a container whose keys or length differ from one microbatch to the next.
     """
     first = values[0]
-    if all(value is None for value in values):
-        return NoOutput(values)
+    if all(value is None for value in values) or all(isinstance(value, int | float) for value in values):
+        return NoTensors(values)
     if all(isinstance(value, torch.Tensor) for value in values):
         return StepOutput(values)
     # Sets have no order: the third member in one microbatch does not belong to the third one in another.

@@ -59,6 +59,7 @@ WRONG_USAGE = {
     "`import runpy; runpy.run_module('NAME', run_name='__main__')`",
     "run train.py --steps 3": "no such option: `--steps`\n"
     "hint: did you mean `--hosts`? `smpkit run SCRIPT -- --steps ...` gives it to the script",
+    "run train.py --pp 2": "no such option: `--pp`\nhint: did you mean `-p pipeline_parallel_degree=...`?",
     "validate --jsn x": "no such option: `--jsn`\nhint: did you mean `--json`?",
     "plan-offload-model --params 7b": "invalid value for `--params`: `7b` is not a number from 1 to "
     "1,000,000,000,000,000\nhint: `smpkit plan-offload-model --help` shows the usage",

@@ -85,13 +85,13 @@ def problems(parameters: Mapping[Any, Any], environment: str | None = None) -> l
 
 
 def test_every_v1_key_has_its_documented_default() -> None:
-    assert config().values() == DEFAULTS
+    assert config().model_dump() == DEFAULTS
 
 
 @pytest.mark.parametrize("key", DEFAULTS)
 def test_every_default_may_be_spelled_out(key: str) -> None:
     # Rule 1.1.7: `requires` and `conflicts` are for values that differ from the default.
-    assert config({key: DEFAULTS[key]}).values() == DEFAULTS
+    assert config({key: DEFAULTS[key]}).model_dump() == DEFAULTS
 
 
 def test_the_log_of_the_effective_configuration_leaves_out_internal_keys() -> None:

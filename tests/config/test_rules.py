@@ -135,3 +135,4 @@ def test_degrees_must_fit_the_number_of_ranks(degrees: tuple[int, int, int], wor
     )
     problems = config.world_problems(world_size)
     assert [problem.where for problem in problems] == ([] if key is None else [key])
+    assert all("`torchrun --nproc-per-node " in str(problem.hint) for problem in problems)

@@ -39,6 +39,11 @@ def test_a_file_of_parameters_alone_takes_them_at_its_root(tmp_path: Path) -> No
     assert config.microbatches == 8
 
 
+def test_a_problem_of_an_option_does_not_repeat_where_it_belongs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\n-p microbatches: must be at least 1, got 0$"):
+        job(tmp_path, FULL, ("-p", "microbatches=0"))
+
+
 def test_a_hyperparameter_may_have_dots_and_replaces_that_of_the_file(tmp_path: Path) -> None:
     loaded = job(tmp_path, "", ("-H", "lr=0.1"), ("-H", "model.size=3"))
     assert dict(loaded.config.hyperparameters) == {"lr": 0.1, "model.size": 3}

@@ -218,6 +218,15 @@ def test_trap_6_nothing_returned_is_a_list_of_none() -> None:
     assert not hasattr(nothing, "item")
 
 
+def test_a_step_that_returns_numbers_is_told_to_return_the_tensor() -> None:
+    numbers = collate([1.5, 2.5])
+    assert numbers == [1.5, 2.5]
+    with pytest.raises(
+        StepOutputError, match=r"returned numbers \(float\)\nhint: end it with `return loss`, the tensor"
+    ):
+        numbers.reduce_mean()
+
+
 def test_a_dataclass_of_tensors_stays_one() -> None:
     @dataclass
     class Result:
@@ -286,3 +295,18 @@ def test_a_step_output_is_still_a_plain_object() -> None:
     assert not hasattr(output, "no_such_attribute")
     assert copy.deepcopy(output).outputs == output.outputs
     assert pickle.loads(pickle.dumps(output)).outputs == output.outputs
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
+def test_gradients_are_not_for_the_code_of_a_step_with_several_microbatches(call: str) -> None:
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(nn.Linear(2, 1))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+    @smp.step
+    def step(model: smp.DistributedModel, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+        getattr(optimizer, call)()
+
+    with pytest.raises(UsageError, match=f"optimizer.{call} was called inside a step, where the gradients of all"):
+        step(model, torch.ones(4, 2))

@@ -231,6 +231,12 @@ def noted_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def compiled_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Compile what calls the layers, as `torch.compile(smp.DistributedModel(model))` does."""
+    loss: Tensor = torch.compile(model, backend="eager")(x).sum()
+    return loss
+
+
 def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     model(x)
     loss: Tensor = (model.module.kept.values[0] - y).square().mean()
@@ -311,6 +317,8 @@ REFUSED = {
     "hooked": Row(hooked, "a full backward hook was registered on a module whose parts lie on several"),
     "compiled": Row(lambda: compiled("1"), "torch.compile was asked to compile `1`, which lies on several"),
     "all compiled": Row(lambda: compiled(""), "torch.compile was asked to compile the whole model"),
+    # torch traced the calls, and the error was that of `torch.vmap`.
+    "compiled around": Row(sequential, "torch.compile was asked to compile the whole model", compiled_step),
     "a gradient penalty": Row(sequential, "take others inside a torch.nn.Module", gradient_step),
     "a result on one rank only": Row(sequential, "returned other things from the step", returning_step),
     # It trained, though `smpkit plan` showed no backward.
@@ -334,7 +342,7 @@ REFUSED = {
         handed_on_in_a_dict, "UsageError: `layers.0` wrote into a dict, a list or a data", Writing
     ),
     "a value handed on as an attribute": Row(
-        handed_on_as_an_attribute, "what layers of this pipeline rank have left in them"
+        handed_on_as_an_attribute, "may run on another pipeline rank, and then leaves nothing here"
     ),
     "a value handed on in a buffer": Row(
         with_a_buffer, "the buffer `mean` of `layers` was assigned a value that pipeline rank"

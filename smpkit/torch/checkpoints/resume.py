@@ -186,7 +186,8 @@ class _Choice:
             damaged[name] = skipped[name] = damage
         if damaged:
             raise _none_usable(self.folder, damaged)
-        raise CheckpointError(f"there is no complete checkpoint in {self.folder}", hint="ask smp.latest_checkpoint")
+        hint = "to start anew then, resume only if `smp.latest_checkpoint(folder)` is not None"
+        raise CheckpointError(f"there is no complete checkpoint in {self.folder}", hint=hint)
 
     def _say_if_older(self, names: Sequence[str]) -> None:
         """Say that the first was saved before the second: somebody goes back, or a save was killed before `newest`."""

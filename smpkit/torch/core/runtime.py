@@ -201,15 +201,12 @@ class State(Place):
         return devices.current_device()
 
     def refuse_inside_step(self, call: str) -> None:
-        """Raise if a step over a pipeline runs: its backwards run later than its code, so gradients are not there yet.
-
-        Args:
-            call: what was called, which uses or clears gradients.
-        """
-        if self.step is not None and self.pp_size > 1 and not self.tracing:
+        """Refuse `call`, which uses or clears gradients, in a step in which backwards are still to come."""
+        step = self.step
+        if step is not None and (self.pp_size > 1 or step.num_microbatches > 1) and not self.tracing:
             raise UsageError(
-                f"{call} was called inside a step, whose backwards run later over a pipeline: the schedule says when",
-                hint="call it before the step or after it, when the gradients are those of all microbatches",
+                f"{call} was called inside a step, where the gradients of all microbatches are not there yet",
+                hint="call `zero_grad` before the step, and what uses gradients after it",
             )
 
     def group(self, kind: CommGroup) -> list[int]:

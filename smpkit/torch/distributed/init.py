@@ -159,7 +159,7 @@ def _shut_down() -> None:
 def _refuse_if_in_use(cfg: ModelParallelConfig) -> None:
     if state.model is None and state.optimizer is None:
         return
-    old, new = state.cfg.values(), cfg.values()
+    old, new = state.cfg.model_dump(), cfg.model_dump()
     changes = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key])
     raise UsageError(
         f"smp.init() was called again with another configuration after a model was wrapped ({changes})",
@@ -300,7 +300,7 @@ def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta)
     """Wait for all ranks, compare their configurations, and return what each knows about GPUs."""
     world.num_exchanges += 1
     launch, key = world.launch, f"facts/{world.num_exchanges}"
-    own_facts = json.dumps({"cfg": cfg.values(), "gpu": dataclasses.asdict(gpus.probe_gpu(launch))})
+    own_facts = json.dumps({"cfg": cfg.model_dump(), "gpu": dataclasses.asdict(gpus.probe_gpu(launch))})
     everyone = range(launch.world_size)
     facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, own_facts, timeout)]
     ours = facts[launch.rank]["cfg"]

@@ -62,9 +62,9 @@ _BACKWARD_TWICE: Final = "backward through the graph a second time"
 """Torch's error where the backward of one segment reaches the graph of another one that has run."""
 
 _ONLY_ITS_OWN: Final = (
-    "Attributes, lists and caches have here what layers of this pipeline rank have left in them, and nothing of layers"
-    " on other ranks: let what one layer makes and another reads be a result of the one's forward and an argument of"
-    " the other's."
+    "If a layer should have left what is missing in an attribute, a list or a cache: that layer may run on another"
+    " pipeline rank, and then leaves nothing here. Return it from that layer's forward, and pass it to the one that"
+    " reads it."
 )
 
 _WRITTEN_IN_FORWARD: Final = (

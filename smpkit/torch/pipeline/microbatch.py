@@ -76,7 +76,7 @@ from smpkit.torch.pipeline.stage_tensor import (
     make_stage_tensor,
     refuse_foreign_graph,
 )
-from smpkit.torch.pipeline.units import owner_of_operation, vmap_error
+from smpkit.torch.pipeline.units import compile_error, owner_of_operation, vmap_error
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage_context import StageContext
@@ -269,6 +269,8 @@ class Microbatch:
 
         Returns the kind, and the arguments as rank `owner` has them.
         """
+        if torch.compiler.is_dynamo_compiling():  # what calls the layers was compiled: the wrapped model, or the step
+            raise compile_error("the whole model")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise vmap_error(callee.name)
         key = [callee.target, *mode]

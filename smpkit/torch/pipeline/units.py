@@ -108,11 +108,7 @@ def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None)
     for name, module in root.named_modules() if placement is not None else [("", root)]:
         compiled = "_orig_mod" in module._modules or ModuleCall.of(module).is_compiled
         if compiled and (placement is None or len(pp_ranks_of(name, placement)) > 1):
-            raise UsageError(
-                f"torch.compile was asked to compile {f'`{name}`' if name else 'the whole model'}, which lies on"
-                " several pipeline ranks",
-                hint="compile its layers instead: `for layer in model.layers: layer.compile()`",
-            )
+            raise compile_error(f"`{name}`" if name else "the whole model")
 
 
 def with_other_names(root: nn.Module, placement: Mapping[str, int]) -> dict[str, int]:
@@ -254,6 +250,13 @@ def run_together(
             if call.stream is not None:
                 stage.random.skip(call.stream)
     return result
+
+
+def compile_error(compiled: str) -> UsageError:
+    return UsageError(
+        f"torch.compile was asked to compile {compiled}, which lies on several pipeline ranks",
+        hint="compile its layers instead: `for layer in model.layers: layer.compile()`",
+    )
 
 
 def vmap_error(name: str) -> UsageError:
