@@ -223,7 +223,7 @@ class StepOutput:
     @property
     def is_scalar(self) -> bool:
         """Whether each microbatch has one number."""
-        return all(output.dim() == 0 and not output.is_complex() for output in self.outputs)
+        return self.outputs[0].dim() == 0 and not self.outputs[0].is_complex()
 
     def __repr__(self) -> str:
         shapes = {tuple(output.shape) for output in self.outputs}

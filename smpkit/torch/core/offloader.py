@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
@@ -73,6 +73,8 @@ class Offloader:
     why_not = "nothing offloads here"
     """Why outputs stay that are parked with `Parked` itself."""
     hint = "call smpkit.offload_activations(model), or set `offload_activations: true`"
+    begin_action: Callable[[Kind, int, int], None] | None = None
+    """Takes the kind, segment and microbatch of each action that begins; None where nobody needs them."""
     _warned: frozenset[str] = frozenset()
 
     def park(self, name: str, tensors: Iterable[Tensor]) -> Parked:
@@ -101,9 +103,6 @@ class Offloader:
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Take the order of this rank's actions in the step that begins."""
-
-    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
-        """Note that an action begins."""
 
     def footprint(self) -> int:
         """Return the host memory, in bytes, that live graphs need: after a first forward, that of a microbatch."""

@@ -29,6 +29,11 @@ class TensorSpec:
     requires_grad: bool
 
     @functools.cached_property
+    def parts(self) -> tuple[Any, ...]:
+        """What makes it this spec, as a key: a plain tuple is hashed without Python."""
+        return self.shape, self.stride, self.dtype, self.requires_grad
+
+    @functools.cached_property
     def num_bytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
 
@@ -68,10 +73,10 @@ class TensorSpec:
         return self.text
 
     def __hash__(self) -> int:
-        return hash(self.shape)  # cheap, since every call's key has some; the shape distinguishes nearly all
+        return hash(self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _interned, (self.shape, self.stride, self.dtype, self.requires_grad)
+        return _interned, self.parts
 
 
 _INTERNED: Final[dict[tuple[Any, ...], TensorSpec]] = {}

@@ -34,7 +34,7 @@ _PythonNode: Final[Any] = torch._C._FunctionBase
 class _SegmentState:
     """What the forward of one segment leaves for its backward."""
 
-    __slots__ = ("cuts", "losses", "receives", "sends")
+    __slots__ = ("cut_leaves", "cuts", "losses", "receives", "sends")
 
     def __init__(self) -> None:
         self.losses: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -42,6 +42,9 @@ class _SegmentState:
         self.receives: list[tuple[torch.Tensor, torch.Tensor, P2PTransfer]] = []
         """Received leaves, and the tensors that the segment uses in their place."""
         self.cuts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Values that later segments use, and their leaves there."""
+        self.cut_leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id, values of earlier segments that this one uses, and their leaves here."""
 
 
 class BackwardWork:
@@ -55,7 +58,6 @@ class BackwardWork:
         self._transport = transport
         self._index = index
         self._segments: defaultdict[int, _SegmentState] = defaultdict(_SegmentState)
-        self._cut_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.weight_backwards: dict[int, WeightBackward] = {}
         """The weight halves that are left to run, by segment."""
 
@@ -93,12 +95,12 @@ class BackwardWork:
 
     def cut(self, source: torch.Tensor, made_in: int, segment: int) -> torch.Tensor:
         """Return a value of an earlier segment as a leaf of this one, the same leaf each time."""
-        key = (id(source), segment)
-        if key not in self._cut_leaves:
+        leaves = self._segments[segment].cut_leaves
+        if id(source) not in leaves:
             leaf = source.detach().requires_grad_()
-            self._cut_leaves[key] = (source, leaf)  # with the source, so that no other tensor gets its id
+            leaves[id(source)] = source, leaf  # with the source, so that no other tensor gets its id
             self._segments[made_in].cuts.append((source, leaf))
-        return mutable_alias(self._cut_leaves[key][1])
+        return mutable_alias(leaves[id(source)][1])
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class BackwardWork:
         self, segment: int, state: _SegmentState, roots: list[Any], gradients: list[torch.Tensor | None]
     ) -> None:
         inputs = [leaf for leaf, _, _ in state.receives]
-        inputs += [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
+        inputs += [leaf for _, leaf in state.cut_leaves.values()]
         weight_backward = backward_inputs(roots, gradients, inputs)
         if weight_backward is not None:
             self.weight_backwards[segment] = weight_backward
@@ -159,7 +161,6 @@ class BackwardWork:
 
     def release(self) -> None:
         self._segments.clear()
-        self._cut_leaves.clear()
         self.weight_backwards.clear()
 
 

@@ -28,7 +28,7 @@ from smpkit.torch.pipeline.stage_tensor import StageTensor
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage_context import StageContext
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 Change = tuple[int, TensorSpec]
 """The number of a tensor among the arguments of a call that changes it in place, and what it is afterwards."""
@@ -75,17 +75,16 @@ class ValueChanges:
         segments: by rank, the segment that it is in; the microbatch keeps it up to date.
     """
 
+    has_stale = False
+    """Whether any value of this microbatch is stale."""
+
     def __init__(self, stage: StageContext, segments: list[int]) -> None:
         self.missed: list[tuple[torch.Tensor, str, bool]] = []
         """Tensors of this rank in whose memory lie values that have missed a change; with each of them the name of the
         call that made the change, and whether it ran on another rank."""
-        self.has_stale = False
-        """Whether any value of this microbatch is stale."""
         self._stage, self._segments = stage, segments
-        self._received: list[weakref.ref[StageTensor]] = []
-
-    def note_received(self, copy: StageTensor) -> None:
-        self._received.append(weakref.ref(copy))
+        self.received: list[weakref.ref[StageTensor]] = []
+        """The copies that other ranks have sent here."""
 
     def apply(
         self,
@@ -149,7 +148,7 @@ class ValueChanges:
 
     def _refuse_shared_copy(self, value: StageTensor, changed: torch.Tensor) -> None:
         """Raise if a changed value lies in the memory of a copy that was sent here: what was sent has not changed."""
-        for reference in self._received:
+        for reference in self.received:
             copy = reference()
             if copy is not None and copy.value is not None and storage_of(copy.value) == storage_of(changed):
                 self._stage.failed_alone = True  # no other rank knows where values lie here
@@ -182,7 +181,7 @@ class ValueChanges:
                     if tensor.value is not None:
                         self.check(tensor.value)
             self.missed.clear()
-        self._received.clear()
+        self.received.clear()
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:

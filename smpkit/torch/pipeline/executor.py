@@ -20,10 +20,10 @@ import functools
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -71,8 +71,6 @@ _WRITTEN_IN_FORWARD: Final = (
     "If it is a weight or buffer that a module writes to in its forward (under torch.no_grad(), say): over a pipeline"
     " later microbatches run forward before this one runs backward. Write to it between steps."
 )
-
-_T = TypeVar("_T")
 
 ActionRecorder = Callable[[str, int, int, int, int], object]
 """Called with `(kind, segment, microbatch, start_ns, end_ns)`; times are `time.perf_counter_ns()`, waits included."""
@@ -133,7 +131,7 @@ class Executor:
         self.last_schedule = None if plan is None else plan.schedule
         self._reserve_host_memory(kind, count)
         if plan is None:
-            step.run_rest(step.run_forward)
+            step.run_rest()
         else:
             step.run_plan(plan)
         assert step.results is not None, "forwards are left"
@@ -162,7 +160,7 @@ class Executor:
         """Record the first microbatch of a kind of step, which runs straight through all ranks, and plan the step."""
         microbatch, kept = step.microbatches[0], _kept_tensors(self.stage)
         with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
-            step.run_forward(0)
+            step.run_action(Kind.FORWARD, 0, step.microbatches[0])
         # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
         reserve(self.stage, step.outputs[0], count)
         kind.footprint = offloader.current().footprint()
@@ -212,13 +210,9 @@ class _Step:
         self._recorder = recorder
         self._is_watched = status.current_page() is not None
         self._offloader = offloader.current()
+        self._suspends = False
+        """Whether forwards are suspended where a new segment begins."""
         self._before_last_backward = before_last_backward
-        self._num_backwards = 0
-        """How many backwards and weight halves have begun."""
-        self._num_expected = 0
-        """How many there will be; known when all forwards have run."""
-        self._num_split = 0
-        """How many segments of a microbatch have a weight half."""
 
     def run_plan(self, plan: StepPlan) -> None:
         """Run this rank's actions, and start the receives that each of them posts."""
@@ -226,111 +220,67 @@ class _Step:
         for microbatch in self.microbatches:
             if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
-        self._num_split = len(plan.split)
-        forward: Callable[[int, int], None] = self.run_forward
         generators = None
         if max(plan.schedule.graph.counts) > 1:  # where a rank is visited again, microbatches wait for one another
             self._seeds = [random.getrandbits(32) for _ in self.microbatches]
-            forward, generators = self._resume_forward, (random.getstate(), np.random.get_state())
-        microbatches, transport = self.microbatches, self.stage.transport
+            self._suspends, generators = True, (random.getstate(), np.random.get_state())
+        microbatches, links = self.microbatches, self.stage.transport.links
         # Post receives between actions: inside one, their buffers would be made under the modes of the step's code.
-        for posts, kind, segment, index, is_split in plan.actions:
+        for posts, kind, segment, index, is_split, is_last in plan.after_record if self.outputs else plan.actions:
             for message in posts:
-                if not microbatches[message.microbatch].diverged and (
-                    message.backward or message.microbatch not in self.outputs
-                ):
-                    transport.post(message)
+                if not microbatches[message.microbatch].diverged:
+                    links[message.sender].post(message)
             microbatch = microbatches[index]
             # The schedule does not know the transfers of one that has diverged. `run_rest` runs it after all scheduled
             # actions, in an order that is the same on all ranks, or they would deadlock.
+            if is_last and not any(each.diverged for each in microbatches):
+                self._before_last_backward()
             if not microbatch.diverged:
-                if kind is not Kind.FORWARD:
-                    self._backward(kind, microbatch, segment, is_split)
-                elif index not in self.outputs:
-                    forward(index, segment)
-        self.run_rest(forward)
+                self.run_action(kind, segment, microbatch, is_split)
+        self.run_rest()
         if generators is not None:  # microbatches have left them in another state on each rank
             random.setstate(generators[0])
             np.random.set_state(generators[1])
 
-    def run_rest(self, forward: Callable[[int, int], None]) -> None:
+    def run_rest(self) -> None:
         """Run what is left of all forwards, then of all backwards, in program order, which is the same on all ranks."""
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
-                forward(microbatch.index, microbatch.num_own_segments)
+                self.run_action(Kind.FORWARD, microbatch.num_own_segments, microbatch)
+        left = [
+            (segment, microbatch)
+            for microbatch in self.microbatches
+            if microbatch.has_backward and not microbatch.released
+            for segment in reversed(range(microbatch.num_own_segments))
+            if segment not in microbatch.backward_work.done
+        ]
+        for number, (segment, microbatch) in enumerate(left, 1):
+            if number == len(left):
+                self._before_last_backward()
+            self.run_action(Kind.BACKWARD, segment, microbatch)
         for microbatch in self.microbatches:
             if not microbatch.released:
-                self._finish_backward(microbatch)
+                microbatch.release()
 
-    # --- forward -------------------------------------------------------------------------------------------------
+    def run_action(self, kind: Kind, segment: int, microbatch: Microbatch, is_split: bool = False) -> None:
+        """Run an action.
 
-    def run_forward(self, index: int, _segment: int = 0) -> None:
-        """Run a microbatch's forward from end to end."""
-        output = self._run_action(Kind.FORWARD, 0, self.microbatches[index], self.body, index)
-        self._keep_output(index, output)
-
-    def _resume_forward(self, index: int, segment: int) -> None:
-        """Run a segment of a microbatch's forward, which has a thread of its own."""
-        microbatch = self.microbatches[index]
-        coroutine = self._coroutines.get(index)
-        if coroutine is None:
-            body, stage = functools.partial(self.body, index), self.stage
-            coroutine = MicrobatchCoroutine(body, stage.random, stage.device, self._seeds[index])
-            self._coroutines[index] = coroutine
-            microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
-        self._run_action(Kind.FORWARD, segment, microbatch, coroutine.resume)
-        if coroutine.done:
-            # It holds the step, which holds it: what it has made would stay until Python looks for cycles.
-            microbatch.before_wait = None
-            self._keep_output(index, self._coroutines.pop(index).output)
-
-    def _keep_output(self, index: int, output: Any) -> None:
-        """Keep the output of a microbatch whose forward has ended; after the last one, count the backwards to come."""
-        self.outputs[index] = output
-        self.microbatches[index].end_forward(output)
-        if len(self.outputs) == len(self.microbatches):
-            outputs = [self.outputs[index] for index in range(len(self.outputs))]
-            self.results = Results(self.stage, self.microbatches, outputs)
-            self._num_expected = sum(microbatch.num_own_segments for microbatch in self.microbatches)
-            self._num_expected += self._num_split * sum(not microbatch.diverged for microbatch in self.microbatches)
-
-    # --- backward ------------------------------------------------------------------------------------------------
-
-    def _finish_backward(self, microbatch: Microbatch) -> None:
-        """Run what is left of a microbatch's backward, last segment first, and release it."""
-        if microbatch.has_backward:
-            for segment in reversed(range(microbatch.num_own_segments)):
-                if segment not in microbatch.backward_work.done:
-                    self._backward(Kind.BACKWARD, microbatch, segment, is_split=False)
-        microbatch.release()
-
-    def _backward(self, kind: Kind, microbatch: Microbatch, segment: int, is_split: bool) -> None:
-        """Run the backward of a segment, or its weight half: an empty action where it ran in one."""
-        work = microbatch.backward_work
-        if kind is Kind.BACKWARD or is_split:
-            self._num_backwards += 1
-            if self._num_backwards == self._num_expected:
-                self._before_last_backward()
-        if kind is Kind.BACKWARD:
-            self._run_action(kind, segment, microbatch, work.run, segment, is_split)
-        else:
-            self._run_action(kind, segment, microbatch, work.run_weights, segment)
-        if microbatch.has_run_backward:
-            microbatch.release()
-            if kind is Kind.WEIGHT:
-                drop_graph(self.stage, self.outputs.get(microbatch.index))
-
-    def _run_action(
-        self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object
-    ) -> _T:
+        Args:
+            is_split: whether the backward of the segment runs in two halves; without, its weight half is empty.
+        """
         if self._is_watched:
             status.begin_action(kind, microbatch.index)
-        self._offloader.begin_action(kind, segment, microbatch.index)
-        if kind is Kind.FORWARD:
-            Current.microbatch = microbatch
+        if self._offloader.begin_action is not None:
+            self._offloader.begin_action(kind, segment, microbatch.index)
         start_ns = 0 if self._recorder is None else time.perf_counter_ns()
         try:
-            result = do(*arguments)
+            if kind is Kind.FORWARD:
+                Current.microbatch = microbatch
+                self._resume(microbatch) if self._suspends else self._run(microbatch)
+            elif kind is Kind.BACKWARD:
+                microbatch.backward_work.run(segment, is_split)
+            else:
+                microbatch.backward_work.run_weights(segment)
         except Exception as error:
             self._explain(error, kind, segment, microbatch)
             raise
@@ -340,7 +290,37 @@ class _Step:
             # To time the GPU's work and not its launch. Not the device: a stream that sends may wait for another rank.
             devices.wait_for_stream(self.stage.device)
             self._recorder(kind.value, segment, microbatch.index, start_ns, time.perf_counter_ns())
-        return result
+        if kind is not Kind.FORWARD and microbatch.has_run_backward:
+            microbatch.release()
+            if kind is Kind.WEIGHT:
+                drop_graph(self.outputs.get(microbatch.index))
+
+    def _run(self, microbatch: Microbatch) -> None:
+        """Run a microbatch's forward from end to end."""
+        self._keep_output(microbatch, self.body(microbatch.index))
+
+    def _resume(self, microbatch: Microbatch) -> None:
+        """Run the next segment of a microbatch's forward, which has a thread of its own."""
+        index = microbatch.index
+        coroutine = self._coroutines.get(index)
+        if coroutine is None:
+            body, stage = functools.partial(self.body, index), self.stage
+            coroutine = MicrobatchCoroutine(body, stage.random, stage.device, self._seeds[index])
+            self._coroutines[index] = coroutine
+            microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
+        coroutine.resume()
+        if coroutine.done:
+            # It holds the step, which holds it: what it has made would stay until Python looks for cycles.
+            microbatch.before_wait = None
+            self._keep_output(microbatch, self._coroutines.pop(index).output)
+
+    def _keep_output(self, microbatch: Microbatch, output: Any) -> None:
+        """Keep the output of a microbatch whose forward has ended."""
+        self.outputs[microbatch.index] = output
+        microbatch.end_forward(output)
+        if len(self.outputs) == len(self.microbatches):
+            outputs = [self.outputs[index] for index in range(len(self.outputs))]
+            self.results = Results(self.stage, self.microbatches, outputs)
 
     def _explain(self, error: Exception, kind: Kind, segment: int, microbatch: Microbatch) -> None:
         """Add to an error what ran, and say whether it is this rank's alone."""
@@ -432,6 +412,8 @@ class PlannedAction(NamedTuple):
     microbatch: int
     is_split: bool
     """Whether the backward of its segment runs in two halves."""
+    is_last: bool
+    """Whether it is the last that adds to gradients."""
 
 
 @dataclass(frozen=True)
@@ -444,6 +426,8 @@ class StepPlan:
     """Segments of this rank whose backward runs in two halves."""
     actions: tuple[PlannedAction, ...]
     """Those of this rank, in order."""
+    after_record: tuple[PlannedAction, ...]
+    """Those of the step whose first microbatch was recorded, and so has run forward."""
 
     @classmethod
     def of(cls, microbatch: Microbatch, schedule: Schedule) -> StepPlan:
@@ -457,27 +441,36 @@ class StepPlan:
                 arrivals[Kind.FORWARD, transfer.target_segment].append(transfer)
             if transfer.source == rank and transfer.spec.requires_grad:
                 arrivals[Kind.BACKWARD, transfer.source_segment].append(transfer)
-        receives = [
-            [
-                message_of(action.microbatch, transfer, action.kind is Kind.BACKWARD)
-                for transfer in arrivals.get((action.kind, action.segment), ())
-            ]
-            for action in actions
-        ]
-        return cls(schedule, record, split, tuple(_planned(actions, receives, split)))
+        left = [each for each in actions if each.microbatch != microbatch.index or each.kind is not Kind.FORWARD]
+        planned = [tuple(_planned(each, arrivals, split)) for each in (actions, left)]
+        return cls(schedule, record, split, *planned)
 
 
 def _planned(
-    actions: Sequence[Action], receives: Sequence[Sequence[Message]], split: frozenset[int]
+    actions: Sequence[Action], arrivals: Mapping[tuple[Kind, int], Sequence[P2PTransfer]], split: frozenset[int]
 ) -> Iterator[PlannedAction]:
+    receives = [
+        [
+            message_of(action.microbatch, transfer, action.kind is Kind.BACKWARD)
+            for transfer in arrivals.get((action.kind, action.segment), ())
+        ]
+        for action in actions
+    ]
     ahead = num_ahead([sum(message.transfer.spec.num_bytes for message in group) for group in receives])
+    last = max([number for number, each in enumerate(actions) if _adds_to_gradients(each, split)], default=None)
     posted = 0
     for number, action in enumerate(actions):
         # A rank that is about to wait has the time for more.
         until = max(posted, number + 1 + _LOOKAHEAD, ahead if receives[number] else 0)
         posts = tuple(message for group in receives[posted:until] for message in group)
         posted = until
-        yield PlannedAction(posts, action.kind, action.segment, action.microbatch, action.segment in split)
+        is_split = action.segment in split
+        yield PlannedAction(posts, action.kind, action.segment, action.microbatch, is_split, number == last)
+
+
+def _adds_to_gradients(action: Action, split: frozenset[int]) -> bool:
+    # The weight half of a backward that runs in one is empty.
+    return action.kind is Kind.BACKWARD or (action.kind is Kind.WEIGHT and action.segment in split)
 
 
 def num_ahead(received_bytes: Sequence[int]) -> int:

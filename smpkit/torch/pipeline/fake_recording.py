@@ -196,7 +196,7 @@ class _FakeMicrobatch(Microbatch):
 
     def _begin_new_kind(self, callee: Callee, function: Function, kind: CallKind, arguments: Arguments) -> None:
         """Learn on fake tensors what a new kind of call returns, and which arguments it changes in place."""
-        if self._outputs is not None and (known := self._outputs.of(callee, kind.mode[0], arguments)) is not None:
+        if self._outputs is not None and (known := self._outputs.of(callee, kind.key[1], arguments)) is not None:
             self._output_specs.remember(kind, *known)
             return
         fakes: dict[int, torch.Tensor] = {}

@@ -42,6 +42,11 @@ class P2PTransfer:
     consumer: str = ""
     """What needed the value: a unit or an operation."""
 
+    @functools.cached_property
+    def trace(self) -> str:
+        """Its entry in the call traces, which ranks compare."""
+        return f"a transfer of {self.spec} from rank {self.source} to rank {self.target}"
+
     def __str__(self) -> str:
         consumer = f" for `{self.consumer}`" if self.consumer else ""
         return f"{self.spec} from rank {self.source} to rank {self.target}{consumer}"
@@ -118,13 +123,18 @@ _SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy tensors into one block of bytes on the host.
 
-    From an asynchronous device the copy is only queued, on its current stream: see `devices`.
+    From an asynchronous device the copy is only queued: see `to_host`.
     """
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
-    dense = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in tensors]
-    parts = [part if part.device == device else devices.to_device(part, device) for part in dense]
-    block = torch.cat([as_bytes(part) for part in parts] or [_NOTHING])
-    return block if device is _HOST else devices.host_memory(len(block), device).copy_(block, non_blocking=True)
+    parts = [as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()) for tensor in tensors] or [_NOTHING]
+    return to_host(torch.cat([part if part.device == device else devices.to_device(part, device) for part in parts]))
+
+
+def to_host(block: torch.Tensor) -> torch.Tensor:
+    """Return bytes on the host; from an asynchronous device their copy is only queued, on its current stream."""
+    if block.device == _HOST:
+        return block
+    return devices.host_memory(len(block), block.device).copy_(block, non_blocking=True)
 
 
 def packed_bytes(specs: Sequence[TensorSpec]) -> int:

@@ -16,8 +16,10 @@ A value made in one segment and used in a later one is detached there; see `back
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -55,13 +57,11 @@ from smpkit.torch.pipeline.messages import TRANSFERS_PER_MICROBATCH, P2PTransfer
 from smpkit.torch.pipeline.outputs import (
     MISSING,
     CallKind,
-    Mode,
     describe_difference,
     expand_distributions,
     has_same_specs,
     infer_output,
     make_placeholders,
-    replicated_spec_of,
     restore_distributions,
     spec_of_leaf,
     with_strides_of,
@@ -95,11 +95,13 @@ class Microbatch:
 
     # Defaults on the class, since most microbatches keep them.
     record: TransferRecord | None = None
-    """The transfers that it should make; None for the first of its kind, and where each microbatch may differ."""
+    """The transfers that it should make; None for the first of its kind, where each may differ, or if this one does."""
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
     divergence: tuple[str, ScriptLine | None] | None = None
     """How it has diverged, and at which line of the script; None as line: at the end of the step function."""
+    segment = 0
+    """The segment that this rank is in."""
     has_backward = False
     released = False
     """Whether nothing is kept for backward any more."""
@@ -107,6 +109,10 @@ class Microbatch:
     """Called where a new segment begins, to run other work of this rank instead of waiting."""
     unit_wrapper: CallWrapper | None = None
     """Wraps each unit that code between units calls: torch's checkpoint, around such code, recomputes unit by unit."""
+    unsplittable: frozenset[int] = frozenset()
+    """Segments of this rank whose backward must run in one: their hooks would run in both halves."""
+    _first_number = 0
+    """Of transfers since it has diverged."""
     _num_open_hooks = 0
     """How many blocks of hooks on saved tensors the code is in."""
     _consumer = ""
@@ -118,8 +124,6 @@ class Microbatch:
         self.transfers: list[P2PTransfer] = []
         self.call_trace: list[str] = []
         """All calls and transfers in order; if they differ between ranks, the ranks run different programs."""
-        self.unsplittable: set[int] = set()
-        """Segments of this rank whose backward must run in one: their hooks would run in both halves."""
         self._rank, self._device_type, self._output_specs = stage.rank, stage.device.type, stage.output_specs
         self.current_segments = [0] * stage.size
         """The segment that each rank is in."""
@@ -141,12 +145,13 @@ class Microbatch:
 
     @property
     def num_own_segments(self) -> int:
-        return self.current_segments[self._rank] + 1
+        return self.segment + 1
 
     @property
     def has_run_backward(self) -> bool:
         """Whether all of this rank's backward has run, halves for weights included."""
-        return len(self.backward_work.done) == self.num_own_segments and not self.backward_work.weight_backwards
+        work = self.backward_work
+        return len(work.done) == self.segment + 1 and not work.weight_backwards
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -214,19 +219,13 @@ class Microbatch:
             # Before any wait: if ranks differ in this very call, the trace of a waiting rank must show it.
             self.call_trace.append(callee.name)
             self._consumer = callee.name
-            device_type = self._device_type
-            autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            modes = mode, torch.is_grad_enabled(), autocast
-            kind, owner_kwargs = self._output_specs.latest.get(callee.target), kwargs
-            if (
-                kind is None
-                or kwargs
-                or kind.mode != modes
-                or (owner_args := self._match_latest(kind, owner, args)) is None
-            ):
-                kind, owner_args, owner_kwargs = self._look_up(owner, callee, args, kwargs, modes)
-                if kind.output_spec is MISSING:
-                    self._begin_new_kind(callee, function, kind, (owner_args, owner_kwargs))
+            autocast = torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type)
+            key = [callee.target, mode, torch.is_grad_enabled(), autocast, len(args)]
+            owner_args, owner_kwargs = self._transfer_arguments(owner, args, kwargs, key)
+            kind = self._output_specs[tuple(key)]
+            if kind.output_spec is MISSING:
+                self._check_new_kind(callee, kind, (owner_args, owner_kwargs))
+                self._begin_new_kind(callee, function, kind, (owner_args, owner_kwargs))
             if owner == self._rank:
                 result, tensors = self._run_call(callee, function, kind, owner_args, owner_kwargs)
             else:
@@ -236,65 +235,43 @@ class Microbatch:
                 self.changes.apply(kind.changes, owner, callee.name, (args, kwargs), on_owner, tensors)
             return result
 
-    def _match_latest(self, kind: CallKind, owner: int, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Transfer the arguments to rank `owner` and return them, if they are like those of the latest call.
+    def _transfer_arguments(
+        self, owner: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Append a description of the arguments of a call to `key`; return them as rank `owner` has them."""
+        transferred = list(args)
+        for number, argument in enumerate(args):
+            kind = type(argument)
+            if kind is StageTensor:
+                key.append(argument.spec.parts)
+                if argument.owner != owner or argument.grad_fn is not None or argument.changed_by is not None:
+                    transferred[number] = self._transfer_once(argument, owner)
+            elif kind in NON_TENSOR_TYPES:
+                key += kind, argument
+            elif kind in _PLAIN:
+                transferred[number] = self._transfer_argument(owner, key, argument)
+            else:
+                visit = functools.partial(self._transfer_argument, owner, key)
+                transferred[number] = describe(argument, key, visit)
+        if kwargs:
+            kwargs = describe(kwargs, key, functools.partial(self._transfer_argument, owner, key))
+        return transferred, kwargs
 
-        Else return None, and `_look_up` finds the kind by a key; see [Note: the latest call].
-        """
-        arguments = kind.arguments
-        if arguments is None or len(args) != len(arguments):
-            return None
-        for number, (argument, known) in enumerate(zip(args, arguments, strict=True)):
-            part = type(argument)
-            if part is StageTensor:
-                if argument.spec is not known:  # equal specs are usually one object; else look it up
-                    return None
-                if argument.owner != owner or argument.grad_fn is not None:
-                    args = (*args[:number], self._transfer_once(argument, owner), *args[number + 1 :])
-            elif part in NON_TENSOR_TYPES:
-                if type(known) is not tuple or known[0] is not part or known[1] != argument:
-                    return None
-            elif (
-                part not in _PLAIN
-                or self.stage.weight_of(argument) is not None
-                or replicated_spec_of(argument) != known
-            ):
-                return None
-        return args
-
-    def _look_up(
-        self, owner: int, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
-    ) -> tuple[CallKind, tuple[Any, ...], dict[str, Any]]:
-        """Look up the kind of a call by a key made of its arguments, and transfer those to rank `owner`.
-
-        Returns the kind, and the arguments as rank `owner` has them.
-        """
-        if torch.compiler.is_dynamo_compiling():  # what calls the layers was compiled: the wrapped model, or the step
-            raise compile_error("the whole model")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise vmap_error(callee.name)
-        key = [callee.target, *mode]
-        comparable: tuple[Any, ...] | None = None if kwargs else args
-
-        def visit(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal comparable
-            if type(tensor) is not StageTensor:
-                weight = self.stage.weight_of(tensor)
-                if weight is None:
+    def _transfer_argument(self, owner: int, key: list[Any], tensor: torch.Tensor) -> torch.Tensor:
+        """Do what `_transfer_arguments` does for one tensor, which may lie in a container or be no stage tensor."""
+        if type(tensor) is not StageTensor:
+            weight = self.stage.weight_of(tensor)
+            if weight is None:
+                if type(tensor) not in _PLAIN:
                     refuse_made_of_weights(tensor, self.stage)
-                    key.append(replicated_spec_of(tensor))
-                    return tensor
-                comparable = None  # whether a weight must be sent depends on the owner: look it up each time
-                if self.stage.holds(owner, weight):
-                    key.append(dense_spec_of(tensor))
-                    return tensor
-                tensor = self._value_of_weight(tensor, weight)
-            key.append(tensor.spec)
-            return self._transfer_once(tensor, owner)
-
-        args = describe(args, key, visit)
-        kwargs = describe(kwargs, key, visit) if kwargs else kwargs
-        return self._output_specs.kind_of(mode, comparable, tuple(key)), args, kwargs
+                key += torch.Tensor, spec_of_unwrapped(tensor).parts
+                return tensor
+            if self.stage.holds(owner, weight):
+                key.append(dense_spec_of(tensor).parts)
+                return tensor
+            tensor = self._value_of_weight(tensor, weight)
+        key.append(tensor.spec.parts)
+        return self._transfer_once(tensor, owner)
 
     def _value_of_weight(self, tensor: torch.Tensor, weight: torch.Tensor) -> StageTensor:
         """Return a weight, or a view of it, as a value of the first rank that holds it; the same one each time."""
@@ -307,6 +284,19 @@ class Microbatch:
             self._weights[id(tensor)] = tensor, value
         return self._weights[id(tensor)][1]
 
+    def _check_new_kind(self, callee: Callee, kind: CallKind, arguments: Arguments) -> None:
+        """Raise if arguments of a new kind of call are none of a step over a pipeline."""
+        if torch.compiler.is_dynamo_compiling():  # what calls the layers was compiled: the wrapped model, or the step
+            raise compile_error("the whole model")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise vmap_error(callee.name)
+        tensors = tensors_in(arguments)
+        for tensor in tensors:
+            if type(tensor) is not StageTensor and self.stage.weight_of(tensor) is None:
+                refuse_made_of_weights(tensor, self.stage)
+        args, kwargs = arguments
+        kind.has_tensors_only = not kwargs and len(tensors) == len(args) and all(map(is_, tensors, args))
+
     def _begin_new_kind(self, callee: Callee, function: Function, kind: CallKind, arguments: Arguments) -> None:
         """Infer what a new kind of call returns; where that is impossible, prepare for its owner to broadcast it."""
         output_specs = self._output_specs
@@ -316,7 +306,7 @@ class Microbatch:
                 kind.is_inferred = True
                 output_specs.remember(kind, inferred, ())
                 return
-        if self.record is not None and not self.diverged and output_specs.expect_other_floats(kind):
+        if self.record is not None and output_specs.expect_other_floats(kind):
             return
         # All ranks must reach a broadcast in program order, so scheduled work runs first; it may include such a call.
         self._diverge(f"`{callee.name}` was called in a way in which the first one did not call it")
@@ -345,34 +335,37 @@ class Microbatch:
         callee: Callee,
         function: Function,
         kind: CallKind,
-        owner_args: tuple[Any, ...],
+        owner_args: Sequence[Any],
         owner_kwargs: dict[str, Any],
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run a call that this rank owns; return its result, and the data of its arguments."""
         stage, name, is_closed, known = self.stage, callee.name, callee.has_closed_stream, kind.output_spec
         if is_closed:
-            self.backward_work.units[self.current_segments[self._rank]].append(name)
+            self.backward_work.units[self.segment].append(name)
         # Only after all transfers: a receive may have begun a segment, in which values of older ones are detached.
-        args, kwargs, tensors = self._as_local_data(kind, owner_args, owner_kwargs)
+        if kind.has_tensors_only:
+            tensors = list(map(self._local_value, owner_args))
+            args: Sequence[Any] = tensors
+            kwargs = owner_kwargs
+        else:
+            args, kwargs, tensors = self._as_local_data(owner_args, owner_kwargs)
         versions = versions_of(tensors)
         # Calls of one kind do the same, so checking their containers once is enough.
         contents = contents_of((args, kwargs)) if known is MISSING else None
-        kept = None if is_closed is None else stage.random.enter(name, is_closed)
         try:
             stage.inside_unit = not callee.is_operation
             try:
                 with _WithTorchFunction():
-                    output = function(*args, **kwargs)
+                    if is_closed is None:
+                        output = function(*args, **kwargs)
+                    else:
+                        output = stage.random.run(name, is_closed, function, args, kwargs)
             finally:
                 stage.inside_unit = False
-                if kept is not None:
-                    stage.random.leave(kept)
             has_changed = callee.changes_first or versions != versions_of(tensors)
             # The fast path: most calls change nothing and return one tensor of the known spec.
             if not has_changed and type(output) is torch.Tensor and spec_of_unwrapped(output) is known:
-                return make_stage_tensor(
-                    known, stage.device, self._rank, output, self.current_segments[self._rank]
-                ), tensors
+                return make_stage_tensor(known, stage.device, self._rank, output, self.segment), tensors
             if contents is not None and contents != contents_of((args, kwargs)):
                 raise written_container_error(name)
             changes = changed_arguments(tensors, versions, changes_first=callee.changes_first) if has_changed else ()
@@ -382,18 +375,10 @@ class Microbatch:
             raise
 
     def _as_local_data(
-        self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any], list[torch.Tensor]]:
         """Return the local data of a call's arguments, and the tensors among them in order."""
-        tensors: list[torch.Tensor] = []
-        if kind.has_tensors_only and not self.changes.missed:  # the fast path: there are no containers
-            segment = self.current_segments[self._rank]
-            for part in args:
-                if type(part) is StageTensor and part.segment == segment and part.value is not None:
-                    tensors.append(part.value)
-                else:
-                    tensors.append(self._local_value(part))
-            return tensors, kwargs, tensors
+        tensors = []
 
         def to_local(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(self._local_value(tensor))
@@ -404,7 +389,7 @@ class Microbatch:
 
     def _local_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a value that this rank owns, detached if an earlier segment made it."""
-        segment = self.current_segments[self._rank]
+        segment = self.segment
         if type(tensor) is not StageTensor:
             # Every rank has made a plain tensor by itself. One with a graph counts as made in the first segment.
             if segment > 0 and tensor.requires_grad and not tensor.is_leaf:
@@ -420,7 +405,7 @@ class Microbatch:
 
     def _publish(self, name: str, kind: CallKind, output: Any, changes: tuple[Change, ...]) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if its kind is new."""
-        device, owner, segment = self.stage.device, self._rank, self.current_segments[self._rank]
+        device, owner, segment = self.stage.device, self._rank, self.segment
         known, is_tensor = kind.output_spec, type(output) is torch.Tensor
         if kind.is_inferred and not (is_tensor and output.stride() == known.stride):
             output = with_strides_of(known, output)
@@ -488,26 +473,27 @@ class Microbatch:
     def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
         """Send a value from its owner to `target`; all ranks call this alike, to count segments and transfers."""
         source, spec = tensor.owner, spec.as_sent
-        self.call_trace.append(f"a transfer of {spec} from rank {source} to rank {target}")
         begins_segment = self._sent[target]  # see [Note: segments]
         if begins_segment:
             self.current_segments[target] += 1
+            self.segment += target == self._rank
             self._sent[target] = False
         self._sent[source] = True
         transfer = self._next_transfer(source, target, spec)
         self.transfers.append(transfer)
+        self.call_trace.append(transfer.trace)
         if source == self._rank:
             self._send(tensor, transfer)
         elif target == self._rank and begins_segment and self.before_wait is not None:
             self.before_wait()  # other microbatches run while this value is under way
         copy = make_stage_tensor(spec, self.stage.device, target, None, self.current_segments[target])
         if target == self._rank:
-            self.changes.note_received(copy)
+            self.changes.received.append(weakref.ref(copy))
             copy.value = self._receive(transfer)
         return copy
 
     def _send(self, tensor: StageTensor, transfer: P2PTransfer) -> None:
-        transport, record = self.stage.transport, None if self.diverged else self.record
+        transport, record = self.stage.transport, self.record
         value = self._local_value(tensor)
         if value.requires_grad is not tensor.spec.requires_grad:
             self.stage.failed_alone = True  # no other rank knows what lies in the same memory
@@ -516,7 +502,6 @@ class Microbatch:
         sent, message = value.detach(), message_of(self.index, transfer, False)
         if record is None:
             transport.announce(message)
-        if self.record is None:
             self._sent_versions.append((transfer.number, sent, version_of(sent)))
         # The value may be changed in place while it travels, unless the record says that it is not.
         transport.send(sent, message, copy=record is None or transfer.number in record.changed)
@@ -527,8 +512,8 @@ class Microbatch:
     def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
         stage, spec, message = self.stage, transfer.spec, message_of(self.index, transfer, False)
         if self._num_open_hooks:
-            self.unsplittable.add(transfer.target_segment)
-        if self.diverged or self.record is None:
+            self.unsplittable |= {transfer.target_segment}
+        if self.record is None:
             text = stage.transport.announced(message)
             if not spec.text.startswith(text):
                 stage.failed_alone = True  # the sender is done with this message, and waits for others
@@ -545,13 +530,12 @@ class Microbatch:
     def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
         """Return the record's next transfer if it is this one; else diverge from the record, and make a new one."""
         number, record, known = len(self.transfers), self.record, None
-        if record is not None:
-            if not self.diverged and number < len(record.transfers):
-                known = record.transfers[number]
-                if (known.source, known.target) == (source, target) and (known.spec is spec or known.spec == spec):
-                    return known
-            # Use numbers, and so tags, beyond the record's: receives that were posted for it must not match.
-            number += len(record.transfers)
+        if record is not None and number < len(record.transfers):
+            known = record.transfers[number]
+            if known.source == source and known.target == target and (known.spec is spec or known.spec == spec):
+                return known
+        # Use numbers, and so tags, beyond the record's: receives that were posted for it must not match.
+        number += self._first_number if record is None else len(record.transfers)
         if number >= TRANSFERS_PER_MICROBATCH:
             raise UnsupportedError(
                 f"one microbatch sends more than {len(self.transfers):,} values between pipeline ranks, the last for "
@@ -561,13 +545,14 @@ class Microbatch:
             )
         segments = self.current_segments[source], self.current_segments[target]
         transfer = P2PTransfer(number, source, target, *segments, spec, self._consumer)
-        if record is not None and not self.diverged:
+        if record is not None:
             self._diverge(f"it sent {transfer}, where the first one sent {known or 'nothing more'}")
         return transfer
 
     def _diverge(self, how: str) -> None:
         """Leave the record for good, and run everything that still follows it first."""
-        if self.record is not None and not self.diverged:
+        if self.record is not None:
+            self._first_number, self.record = len(self.record.transfers), None
             self.diverged, self.divergence = True, (how, script_line())
             if self.before_wait is not None:
                 self.before_wait()
@@ -612,7 +597,7 @@ class Microbatch:
                 if owner == self._rank and (value := self._local_value(root)).requires_grad:
                     gradient = None if start is None else self._local_value(start)
                     start = root_gradient(value, gradient, scale)
-                    self.backward_work.add_root(value, start, self.current_segments[self._rank])
+                    self.backward_work.add_root(value, start, self.segment)
 
     def note_hooks(self, change: int) -> None:
         """Note that the current segment uses hooks that would run in both halves of a split backward.
@@ -621,7 +606,7 @@ class Microbatch:
             change: 1 where code enters a block of hooks on saved tensors, -1 where it leaves it, 0 for any other hook.
         """
         self._num_open_hooks += change
-        self.unsplittable.add(self.current_segments[self._rank])
+        self.unsplittable |= {self.segment}
 
     def release(self) -> None:
         """Let go of what is kept for backward."""

@@ -6,10 +6,6 @@ owner gives its result these strides. What cannot be inferred (a module, a shape
 owner broadcasts, and with it which arguments the call changes in place (`changes.py`). Calls are of one kind if their
 keys are equal: the module or operation, its mode, and the specs of its arguments.
 
-[Note: the latest call] Most calls have the same arguments as the same call in the microbatch before. So for each module
-and operation the latest call is kept in a form that is compared part by part, mostly by identity, without making a key.
-Only where they differ is the kind of call looked up by its key.
-
 Hugging Face models have outputs that no call returns: hooks put hidden states, attentions or router logits into lists,
 *output collectors*, that the model's forward has opened. Over a pipeline the hooks run where the layer runs, so the
 lists would fill on its rank alone, and a loss made of them would miss what other ranks hold. So a unit returns, beside
@@ -23,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NoReturn
@@ -52,9 +48,6 @@ from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor
 MISSING: Final[Any] = object()
 """The output spec of a new kind of call. Not None, which is what a call such as `x[0] = 1` returns."""
 
-Mode = tuple[object, bool, torch.dtype | None]
-"""What decides a result besides the arguments: the mode of the module or operation, grad mode, autocast's dtype."""
-
 _CONSTANTS: Final[tuple[Any, ...]] = (*NON_TENSOR_TYPES, complex, bytes, slice, type, Enum)
 """Leaves of a result that other ranks may copy: `has_same_specs` sees if a later call returns another one."""
 
@@ -67,52 +60,31 @@ class CallKind:
     """A kind of call: what calls with equal keys have in common."""
 
     key: tuple[Any, ...]
-    """All that the result depends on, the target first."""
-    mode: Mode
+    """All that the result depends on: the target, its mode, whether there is a graph, autocast, and the arguments."""
     output_spec: Any = MISSING
     changes: tuple[Change, ...] = ()
     """The arguments that such a call changes in place."""
-    arguments: tuple[Any, ...] | None = None
-    """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
     is_inferred: bool = False
     """Whether its output spec was inferred, before any rank had run such a call."""
     has_tensors_only: bool = False
-    """Whether its positional arguments are tensors, all of them."""
+    """Whether its arguments are tensors, all of them, by position."""
 
 
-class OutputSpecs:
-    """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
+class OutputSpecs(dict[tuple[Any, ...], CallKind]):
+    """The kinds of call by their keys, and what they return; filled while microbatches run, alike on all ranks."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[Any, ...], CallKind] = {}
         self._with_other_floats: dict[tuple[Any, ...], CallKind] = {}
         """By key without floats, the latest kind of call whose output spec is known."""
-        self.latest: dict[Any, CallKind] = {}
-        """By target, where the output spec is known; see [Note: the latest call]."""
 
-    def __len__(self) -> int:
-        """Return how many kinds of call there are."""
-        return len(self._kinds)
-
-    def kind_of(self, mode: Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CallKind:
-        """Return the kind of call with this key, which is the latest of its target once its output spec is known.
-
-        Args:
-            args: the positional arguments; None where later calls cannot be compared by them alone.
-        """
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = CallKind(key, mode)
-        kind.arguments = None if args is None else _comparable(args)
-        kind.has_tensors_only = args is not None and all(isinstance(part, torch.Tensor) for part in args)
-        if kind.output_spec is not MISSING:
-            self.latest[key[0]] = kind
+    def __missing__(self, key: tuple[Any, ...]) -> CallKind:
+        kind = self[key] = CallKind(key)
         return kind
 
     def remember(self, kind: CallKind, output_spec: Any, changes: tuple[Change, ...]) -> None:
         """Keep what calls of a new kind return and change."""
         kind.output_spec, kind.changes = output_spec, changes
-        self._with_other_floats[_without_floats(kind.key)] = self.latest[kind.key[0]] = kind
+        self._with_other_floats[_without_floats(kind.key)] = kind
 
     def expect_other_floats(self, kind: CallKind) -> bool:
         """Expect a call to return what one with other floats (a temperature) has returned, if there is one.
@@ -123,31 +95,8 @@ class OutputSpecs:
         if other is None:
             return False
         kind.output_spec, kind.changes = other.output_spec, other.changes
-        self.latest[kind.key[0]] = kind
-        del self._kinds[kind.key]  # there may be a new float in each step
+        del self[kind.key]  # there may be a new float in each step
         return True
-
-
-def _comparable(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return arguments in the form that `Microbatch` compares with later ones; None if that needs a key."""
-    parts: list[Any] = []
-    for argument in args:
-        kind = type(argument)
-        if kind is StageTensor:
-            parts.append(argument.spec)
-        elif kind in NON_TENSOR_TYPES:
-            parts.append((kind, argument))
-        elif isinstance(argument, torch.Tensor):
-            parts.append(replicated_spec_of(argument))
-        else:
-            return None
-    return tuple(parts)
-
-
-def replicated_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a result depends on of a tensor that all ranks hold: shape, strides, dtype and `requires_grad`."""
-    strides = tensor.stride() if tensor.layout is torch.strided else None
-    return tensor.shape, strides, tensor.dtype, tensor.requires_grad
 
 
 def _without_floats(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -267,7 +216,7 @@ _WITH_RUNNING_AVERAGES: Final = frozenset({"batch_norm", "instance_norm"})
 
 def infer_output(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     kwargs: dict[str, Any],
     known: Callable[[torch.Tensor], TensorSpec | None],
     device: torch.device,
@@ -315,8 +264,8 @@ def infer_output(
 
 
 def _without_deciding_values(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
     """Return a call with a result of the same shape in which no values of masks and repetitions decide the shape.
 
     Fake tensors have no values. Those that every rank holds are looked at here.

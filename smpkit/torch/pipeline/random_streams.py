@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -56,8 +56,6 @@ _WATCHED: Final = DRAWING | _FACTORIES | frozenset({"__set__", "repeat"})
 _STAGE_TENSORS: Final = (StageTensor,)
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
-_Kept = tuple[Any, int | None]
-"""What the end of a call needs: the mode that was taken away, and the caller's next seed."""
 _BENEATH: Final = object()
 """Stands for the mode where another one lies above it, so that it cannot be taken away."""
 
@@ -150,17 +148,9 @@ class RandomStreams:
             self._device.manual_seed(seed)
 
     def run(
-        self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, closed: bool, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function between `enter` and `leave`."""
-        kept = self.enter(name, closed)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.leave(kept)
-
-    def enter(self, name: str, closed: bool) -> _Kept:
-        """Begin a call; `leave` ends it.
+        """Call a function; afterwards the caller's stream goes on from the number that follows from `name`.
 
         Args:
             closed: whether what happens inside draws from the stream as it is, as in a unit, and not by calls.
@@ -179,19 +169,15 @@ class RandomStreams:
             # Whether to seed must follow from the generator alone, or a recomputation could decide otherwise.
             if closed and self._seeds.rank_salt and not seed & 1:
                 self._seed_with(self._seeds.closed(seed))
-        return mode, later
-
-    def leave(self, kept: _Kept) -> None:
-        """End a call; `kept` is what `enter` has returned for it."""
-        mode, later = kept
-        if mode is _BENEATH:
-            self.num_closed -= 1
-        elif mode is not None:
-            _push_mode(mode)
-        if later is not None:  # as `_seed_with`, written out: every call comes here
-            _CPU.manual_seed(later)
-            if self._device is not None:
-                self._device.manual_seed(later)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if mode is _BENEATH:
+                self.num_closed -= 1
+            elif mode is not None:
+                _push_mode(mode)
+            if later is not None:
+                self._seed_with(later)
 
 
 class _OperationStreams(TorchFunctionMode):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -160,8 +159,7 @@ class StageTensor(torch.Tensor):
 
     def make_stale(self, name: str) -> None:
         """Let every later use raise: the call of `name` has changed the copy on another rank."""
-        # Replace the spec by an equal one: it is then not identical to that of the latest call, which skips the check.
-        self.changed_by, self.spec, self.copies = name, replace(self.spec), _NO_COPIES
+        self.changed_by, self.copies = name, _NO_COPIES
 
     def refuse_stale(self) -> None:
         if self.changed_by is not None:

@@ -70,7 +70,7 @@ class Transport:
         self._device = device
         self.hosts = HostLink(group, ranks, device)
         self.gpus = None if between_gpus is None else GpuLink(*between_gpus, self.hosts, group.rank(), device)
-        self._links: list[GpuLink | HostLink] = [self.hosts] * len(ranks)
+        self.links: list[GpuLink | HostLink] = [self.hosts] * len(ranks)
         """By pp_rank, what connects this rank with it."""
         self.recorder: MessageRecorder | None = None
         """Called for every value and gradient that is sent or received; None costs nothing."""
@@ -80,7 +80,7 @@ class Transport:
         if self.gpus is not None:
             self.gpus.connect([(transfer.source, transfer.target) for transfer in transfers])
             for peer in self.gpus.peers:
-                self._links[peer] = self.gpus
+                self.links[peer] = self.gpus
 
     def send(self, tensor: torch.Tensor | None, message: Message, *, copy: bool = False) -> None:
         """Send a value (an activation), or its gradient back; do not wait until it has arrived.
@@ -90,28 +90,22 @@ class Transport:
             copy: it may be changed in place before it has arrived.
         """
         if tensor is not None:
-            if tensor.requires_grad:
-                tensor = tensor.detach()
             if message.transfer.spec.order is not None:
                 tensor = permute_to_memory(tensor, message.transfer.spec.order)
             # From a GPU through the hosts, a copy travels anyway.
             if copy and (self._device.type == "cpu" or self.gpus is not None):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        self._links[message.receiver].send(tensor, message)
+        self.links[message.receiver].send(tensor, message)
         if self.recorder is not None:
             num_bytes = 0 if tensor is None else tensor.nbytes
             tag = self.hosts.tag_of(message)
             self.recorder("send", message.receiver, num_bytes, tag, start_ns, time.perf_counter_ns())
 
-    def post(self, message: Message) -> None:
-        """Start a receive before its data is needed."""
-        self._links[message.sender].post(message)
-
     def receive(self, message: Message) -> torch.Tensor | None:
         """Return a value or gradient that another rank sends; None: the value has no gradient."""
         start_ns = 0 if self.recorder is None else time.perf_counter_ns()
-        link = self._links[message.sender]
+        link = self.links[message.sender]
         value = link.receive(message)
         if self.recorder is not None:
             num_bytes = message.transfer.spec.num_bytes

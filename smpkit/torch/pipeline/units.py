@@ -2,7 +2,8 @@
 
 `install` gives every module a `ModuleCall` by what it lies on::
 
-    model                    on several ranks        runs on every rank
+    model                    the root                runs on every rank, as any module
+    ├── stack                on several ranks        runs on every rank
     ├── encoder              encloses units of one   runs on its owner: its units are called together
     │   ├── layer 0          a unit                  runs on its owner
     │   │   └── attention    nested in a unit        as any module, inside the unit's call
@@ -64,6 +65,10 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
     for module, names in names_by_module(root).items():
         name = names[0]
         pp_ranks = pp_ranks_of(name, placement)
+        if module is root and pp_ranks and name not in placement:
+            # No rank skips it, so the stream may go on where the modules in it have left it.
+            stage.modules[name], ModuleCall.on(module).pp_ranks = module, frozenset(pp_ranks)
+            continue
         is_remote = len(pp_ranks) == 1 and stage.rank not in pp_ranks
         (stage.remote_modules if is_remote else stage.modules)[name] = module
         if isinstance(module, _CONTAINERS) and pp_ranks:
@@ -93,6 +98,8 @@ def install_streams(root: nn.Module, units: Collection[str], random: RandomStrea
     placement = dict.fromkeys(units, 0)
     for name, module in root.named_modules():
         if isinstance(module, _CONTAINERS) or enclosing_unit(name.rpartition(".")[0], placement) is not None:
+            continue
+        if module is root and name in above:
             continue
         if name in placement or name in above or _runs_whole(module):
             where = _Where.EVERYWHERE if name in above else _Where.AT_INPUT

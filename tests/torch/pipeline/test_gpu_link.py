@@ -188,7 +188,7 @@ def test_lazy_negatives_and_values_of_another_size_than_was_posted_arrive() -> N
         if smp.pp_rank() == 0:
             transport.send(value.to(state.device), message)
         else:
-            transport.post(message_of(number))
+            transport.links[0].post(message_of(number))
             arrived: Any = transport.receive(message)
             assert torch.equal(arrived, value.to(state.device))
     transport.end_step()

@@ -103,9 +103,9 @@ def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
         gradients = received(transport, message_of(5, 0, backward=True), message_of(5, 1, backward=True))
         assert gradients == [(VALUE * 10).tolist(), (VALUE * 10 + 1).tolist()]
     else:
-        transport.post(message_of(5, 0))
-        transport.post(message_of(5, 1))
-        transport.post(message_of(5, 1))  # posted already
+        transport.links[0].post(message_of(5, 0))
+        transport.links[0].post(message_of(5, 1))
+        transport.links[0].post(message_of(5, 1))  # posted already
         assert received(transport, message_of(5, 1), message_of(5, 0)) == [(VALUE + 1).tolist(), VALUE.tolist()]
         for microbatch in (0, 1):
             transport.send(value() * 10 + microbatch, message_of(5, microbatch, backward=True))
@@ -145,7 +145,7 @@ def test_receives_that_were_posted_for_a_record_do_not_meet_the_next_step(times:
     transport = open_transport()
     for _ in range(times):
         if smp.pp_rank() == 1:
-            transport.post(message_of(1, 0))
+            transport.links[0].post(message_of(1, 0))
         transport.hosts.forget_posted(1)
     if smp.pp_rank() == 0:
         transport.send(value() * 7, message_of(0, 0))
