@@ -126,7 +126,8 @@ class StageTensor(torch.Tensor):
                 hint="use the operation instead, for example `x = x.detach().requires_grad_()`",
             )
         # Under zero bubble, `split_backward.watching` wraps some of torch's methods.
-        if (wrapped := getattr(func, "__wrapped__", None)) in _REFUSED:
+        wrapped: Any = getattr(func, "__wrapped__", None)
+        if wrapped in _REFUSED:
             func = wrapped
         handler = _HANDLERS.get(func)
         if handler is not None:
