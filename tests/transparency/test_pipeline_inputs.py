@@ -120,6 +120,17 @@ def test_all_ranks_draw_in_an_evaluation_what_rank_0_draws() -> None:
     torch.testing.assert_close(run_ranks(noise_losses, 2, replace(ONE_RANK, pipeline=2)), expected)
 
 
+def masking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Change the batch in place, as scripts that mask tokens and FSMT of transformers do."""
+    x[x > 1] = 0.0
+    return mse_step(model, x, y)
+
+
+def test_a_step_may_change_its_microbatch_in_place() -> None:
+    # Parts of a batch counted their changes together, so backward refused what a later microbatch had not touched.
+    same(Case(sequential, vectors, masking_step), Way(pipeline=2))
+
+
 # --- what a rank lacks ------------------------------------------------------------------------------------------------
 
 CASE = Case(sequential, vectors, any_step)

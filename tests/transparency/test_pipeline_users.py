@@ -193,6 +193,18 @@ class Querying(Stack):
         return hidden.mean(1)
 
 
+class Matching(Stack):
+    """Looks at an earlier value without gradients, as MaskFormer's loss does to match masks with labels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        with torch.no_grad():
+            best = first.flatten(1)[0].argmax()
+        return x + first * best
+
+
 def summing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Sum losses up in a tensor, as losses of several parts and auxiliary losses are."""
     loss = torch.tensor(0.0, dtype=x.dtype)
@@ -202,6 +214,7 @@ def summing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+VIRTUAL: dict[str, Any] = {"virtual_pipeline_degree": 2}
 PLACED, EVENLY = Way(pipeline=2, microbatches=2, placement=13), Way(pipeline=2, placement=-1)
 SPLIT = Way(pipeline=4, placement=5, config={"pipeline": "zero_bubble"})
 ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
@@ -226,6 +239,11 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
     "fresh tensors that values of layers fill": (Filling, mse_step, EVENLY),
     "fresh tensors, randomly placed": (Filling, mse_step, SPLIT),
     "a fresh tensor that is filled in a loop over time": (Decoding, mse_step, EVENLY),
+    "views without gradients of a value from an earlier visit": (
+        Matching,
+        mse_step,
+        replace(EVENLY, placement=None, config=VIRTUAL),
+    ),
     "a sum of losses that begins with a number": (Stack, summing_step, EVENLY),
     "a scripted layer": (scripted, mse_step, Way(pipeline=2, microbatches=2)),
 }

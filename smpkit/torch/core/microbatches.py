@@ -175,7 +175,10 @@ def _split_tensor(
         )
     part = size // count
     # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.
-    return [whole.narrow(axis, index * part, part) for index in range(count)]
+    parts = [whole.narrow(axis, index * part, part) for index in range(count)]
+    # Views of one tensor count their changes in place together: backward would refuse what a microbatch has kept of its
+    # part, because a later one has changed another. `.data` counts on its own.
+    return parts if whole.requires_grad else [each.data for each in parts]
 
 
 @dataclass

@@ -225,6 +225,7 @@ class _MutableAlias(torch.autograd.Function):
 def mutable_alias(leaf: torch.Tensor) -> torch.Tensor:
     # mark_dirty raises the version although nothing has changed: graphs and pending sends that hold these data would
     # report an in-place change.
-    with torch.autograd._unsafe_preserve_version_counter(leaf):  # type: ignore[attr-defined]
+    # Under no_grad, too, the value and views of it need gradients: so all ranks expect it.
+    with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(leaf):  # type: ignore[attr-defined]
         result: torch.Tensor = _MutableAlias.apply(leaf, leaf.detach())  # type: ignore[no-untyped-call]
     return result

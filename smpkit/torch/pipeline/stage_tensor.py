@@ -124,6 +124,10 @@ class StageTensor(torch.Tensor):
                 "an attribute of a value that another pipeline rank may hold was assigned",
                 hint="use the operation instead, for example `x = x.detach().requires_grad_()`",
             )
+        # Under zero bubble, `split_backward.watching` wraps some of torch's methods.
+        wrapped: Any = getattr(func, "__wrapped__", None)
+        if wrapped in _REFUSED:
+            func = wrapped
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)

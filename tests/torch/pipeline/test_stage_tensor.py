@@ -23,6 +23,7 @@ from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.outputs import MISSING, infer_output, with_strides_of
 from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, make_stage_tensor
 
@@ -295,6 +296,15 @@ def test_what_cannot_be_done_is_refused_alike_on_all_ranks(what: str, rank: int)
         code(value_on(rank))
     assert text in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("rank", [OWNER, OTHER])
+def test_hooks_are_refused_under_zero_bubble_too(rank: int) -> None:
+    # The owner took the hook, and the next microbatch failed for what `register_hook` had returned.
+    for what in ("register_hook", "retain_grad"):
+        code, text, _ = REFUSED[what]
+        with running(rank, Wire()), watching(lambda _: None), pytest.raises(UsageError, match=text):
+            code(value_on(rank))
 
 
 def test_a_custom_function_on_a_value_of_another_rank_is_an_error() -> None:
