@@ -1,4 +1,4 @@
-"""What all benchmarks do: parts, options, turns, ratios, tables, a line on the machine, a README and a record of results.
+"""What all benchmarks do: parts, options, turns, ratios, tables, a line on the machine, a README, a record of results.
 
 It runs without torch, which `benchmarks.ranks` needs.
 """
@@ -14,6 +14,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,9 +52,11 @@ def run(
         about: what is said of all parts before the line on the machine, with `{repetitions}`.
     """
     # Pages and records name parts in both ways.
-    options.add_argument("only", nargs="*", choices=[*parts, []], default=argparse.SUPPRESS, help="the parts to run")
-    options.add_argument("--only", nargs="+", choices=parts, default=[*(default or parts)], help="the same")
+    options.add_argument("only", nargs="*", metavar="PART", default=argparse.SUPPRESS, help="what to run")
+    options.add_argument("--only", nargs="+", metavar="PART", default=[*(default or parts)], help="the same")
     chosen = options.parse_args()
+    if unknown := [name for name in chosen.only if name not in parts]:
+        options.error(f"no part `{unknown[0]}`; there are {', '.join(parts)}")
     if chosen.quick:
         chosen.repetitions = 1
     for part in chosen.only:
@@ -125,8 +128,8 @@ def gpu() -> str:
 
 def machine() -> str:
     """Return what figures depend on."""
-    torch = importlib.metadata.version("torch")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "sagemaker") if find_spec(name)]
     return (
         f"{os.cpu_count()} cores ({platform.machine()}), {gpu()}, load average {os.getloadavg()[1]:.1f} over five"
-        f" minutes; {platform.system()}, Python {platform.python_version()}, torch {torch}."
+        f" minutes; {platform.system()}, Python {platform.python_version()}, {', '.join(versions)}."
     )

@@ -34,7 +34,7 @@ def rows(tokens: Sequence[int]) -> Iterator[Row]:
             [row] = on_ranks(trained, 1, name, num_tokens, timeout=300)
         except RankFailed as error:
             row = {"note": f"not run: {str(error).strip()[-200:]}"}
-        yield {"table": f"Training step, {num_tokens} tokens", "contestant": name, **row}
+        yield {"tokens": num_tokens, "contestant": name, **row}
 
 
 def trained(name: str, num_tokens: int) -> Row:

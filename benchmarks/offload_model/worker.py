@@ -1,4 +1,4 @@
-"""Train the model of FairScale's own benchmark with one library's OffloadModel; print what was found as JSON.
+"""Train the model of FairScale's own benchmark with one library: `worker.py LIBRARY WIDTH` prints JSON.
 
 The model is a TransformerLM as a chain of layers, written anew. One file, because it runs under the Python that has the
 library. Where there is no GPU, FairScale's CUDA calls are replaced by ones that do nothing, because its OffloadModel
@@ -7,10 +7,10 @@ refuses to run otherwise.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
+import sys
 import time
 import types
 from pathlib import Path
@@ -60,38 +60,35 @@ def language_model(width: int, layers: int = 10) -> nn.Sequential:
     return nn.Sequential(Embedding(width), *[Decoder(width) for _ in range(layers)], nn.Linear(width, VOCABULARY))
 
 
+LIBRARIES = ("fairscale", "smpkit", "smpkit fast", "plain")
 CLIP_VALUE = 0.05
+STEPS = 5
 WARM_UP = 2
 """Steps before those that are timed: in the second, updates that wait for the next forward touch their states first."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", choices=["fairscale", "smpkit", "smpkit fast", "plain"])
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
+def main(library: str, width: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    plain = language_model(options.width)
-    model, optimizer = contestant(options.library, plain, device)
+    plain = language_model(width)
+    model, optimizer = contestant(library, plain, device)
     torch.manual_seed(1)
     seconds, busy, losses = [], [], []
-    for _ in range(WARM_UP + options.steps):
+    for _ in range(WARM_UP + STEPS):
         tokens = torch.randint(0, VOCABULARY, (8, 32))
         start, cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         output = model(tokens[:, :-1].to(device))
         loss = functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten().to(device))
         loss.backward()
-        if options.library != "smpkit fast":
+        if library != "smpkit fast":
             torch.nn.utils.clip_grad_value_(model.parameters(), CLIP_VALUE)
         optimizer.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
         busy.append(time.process_time() - cpu)
     found: dict[str, Any] = {
-        "words_per_second": TOKENS_PER_STEP * options.steps / sum(seconds[WARM_UP:]),
+        "words_per_second": TOKENS_PER_STEP * STEPS / sum(seconds[WARM_UP:]),
         "busy_seconds": min(busy[WARM_UP:]),
         "losses": losses,
         "host_bytes": resident_bytes(),
@@ -145,4 +142,4 @@ def resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], int(sys.argv[2]))
