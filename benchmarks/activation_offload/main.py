@@ -6,7 +6,6 @@ virtual time; `training` measures steps on a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -25,14 +24,10 @@ def main() -> None:
         "simulated": lambda _: table_of(simulated.stage_rows()),
         "policies": lambda _: table_of(simulated.policy_rows()),
         "bytes": lambda _: table_of(contestants.rows()),
-        "training": trainings,
+        "training": lambda chosen: table_of(training.rows([32] if chosen.quick else chosen.tokens)),
     }
     # A process has one accelerator: a simulated one would take the place of a real one.
     run(__file__, options, parts, ["bytes", "training"] if torch.cuda.is_available() else [*parts][:3])
-
-
-def trainings(options: argparse.Namespace) -> tuple[str, object]:
-    return table_of(training.rows([32] if options.quick else options.tokens))
 
 
 def table_of(found: Iterable[dict[str, Any]]) -> tuple[str, object]:
@@ -42,11 +37,8 @@ def table_of(found: Iterable[dict[str, Any]]) -> tuple[str, object]:
         print(json.dumps(row), flush=True)
         rows.append(row)
     heads = list(dict.fromkeys(key for row in rows for key in row))
-    return table(heads, [[_text(row.get(head, "")) for head in heads] for row in rows]), rows
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    cells = [[row.get(head, "") for head in heads] for row in rows]
+    return table(heads, [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in cells]), rows
 
 
 if __name__ == "__main__":

@@ -8,33 +8,18 @@ import time
 from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.common import mebibytes, table
+from benchmarks.pipeline.models import Block, GPTSize
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload.model import WORKSPACE_BYTES, Machine, OffloadedModel, Update, device_peak_bytes, step_time
 from smpkit.torch.core.devices import wait_for_stream
 
-WIDTH, LAYERS = 2048, 52
-"""1.3 billion parameters: a Decoder has 6 d²."""
+WIDTH, LAYERS = 2048, 26
+"""1.3 billion parameters: a block has 12 d²."""
 TOKENS = (8 << 10, 32 << 10)
 LENGTH = 1024
-
-
-class Decoder(nn.Module):
-    """Causal attention and two linear layers, each with its norm behind it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, width // 128, batch_first=True)
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.feed_forward = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-
-    def forward(self, value: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(value.shape[1], device=value.device)
-        attended, _ = self.attention(value, value, value, attn_mask=mask, need_weights=False, is_causal=True)
-        value = self.norms[0](value + attended)
-        return self.norms[1](value + self.feed_forward(value))
 
 
 def steps(options: argparse.Namespace) -> tuple[str, object]:
@@ -56,7 +41,8 @@ def _figures(width: int, layers: int, num_tokens: int, clip: float | None) -> li
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with torch.device(device):  # numbers are drawn faster there
-        plain = nn.Sequential(*[Decoder(width) for _ in range(layers)])
+        size = GPTSize(width=width, num_heads=width // 128)
+        plain = nn.Sequential(*[Block(size) for _ in range(layers)])
     plain.cpu()
     count = max(1, num_tokens // (8 * 1024))
     model = OffloadModel(

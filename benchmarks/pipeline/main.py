@@ -1,8 +1,8 @@
 """Run smpkit's pipeline and torch.distributed.pipelining in turns on the same models; write the tables of README.md.
 
 Parts: `gpt` computes; in `sleep` and `schedules` stages sleep, so that only the engines and gloo compete for cores;
-`overhead` is the engines' own CPU time, `bytecodes` counts what Python runs for it; `masked` is a loss of what a mask
-selects. The last three run where they are named, and are printed only.
+`bytecodes` counts what Python runs for the engines; `masked` is a loss of what a mask selects. The last two run where
+they are named, and are printed only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from time import thread_time_ns
 from typing import Any, Final
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from benchmarks.common import parser, run, table, take_turns
+from benchmarks.common import Part, parser, run, table
 from benchmarks.pipeline.contestants import (
     TORCH_SCHEDULES,
     Loss,
@@ -63,9 +62,9 @@ def main() -> None:
     options = parser(__doc__, repetitions=5)
     options.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8], help="ranks of `sleep`")
     options.add_argument("--counts", type=int, nargs="+", default=[8, 16, 32], help="microbatches of `sleep`")
-    measures = {"overhead": overhead, "bytecodes": bytecodes, "masked": masked}
-    printed = {name: partial(figures_of, measure) for name, measure in measures.items()}
-    tables = {"gpt": gpt_table, "sleep": sleep_table, "schedules": schedules_table}
+    measures = {"bytecodes": bytecodes, "masked": masked}
+    printed: dict[str, Part] = {name: partial(figures_of, measure) for name, measure in measures.items()}
+    tables: dict[str, Part] = {"gpt": gpt_table, "sleep": sleep_table, "schedules": schedules_table}
     run(__file__, options, tables | printed, default=tables, about=OVER_GLOO)
 
 
@@ -225,26 +224,9 @@ def schedules_table(options: Options) -> tuple[str, object]:
 # --- the engine's own cost --------------------------------------------------------------------------------------------
 
 
-def overhead(repetitions: int) -> dict[str, float]:
-    """Return CPU microseconds of this thread per microbatch, which other load hardly changes."""
-    os.environ["SMPKIT_SUMMARY"] = "0"  # torch measures nothing
-    count = 32
-
-    def spent(step: Step) -> float:
-        dist.barrier()
-        started = thread_time_ns()
-        step()
-        return (thread_time_ns() - started) / 1000 / count
-
-    steps = {name: partial(spent, step) for name, step in sleeping(count, Scale).items()}
-    times = take_turns(steps, repetitions, WARM_UPS)
-    median = {f"{name}, median, µs": statistics.median(each) for name, each in times.items()}
-    return median | {f"{name}, fastest, µs": min(each) for name, each in times.items()}
-
-
 def bytecodes(_repetitions: int) -> dict[str, float]:
     """Return how many bytecodes of Python one more microbatch takes: the same on every machine, however busy."""
-    os.environ["SMPKIT_SUMMARY"] = "0"
+    os.environ["SMPKIT_SUMMARY"] = "0"  # torch measures nothing
     few, many = ({name: bytecodes_of(step) for name, step in sleeping(count, Scale).items()} for count in (16, 32))
     return {name: (many[name] - few[name]) / 16 for name in few}
 

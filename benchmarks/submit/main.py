@@ -27,10 +27,6 @@ from benchmarks.common import milliseconds, parser, run, table, take_turns
 
 LIMITS = {"request": 3.0, "pack": 2.0}
 """We must be so many times as fast as the SDK."""
-STARTUP_LIMIT = 2.5
-"""`smpkit --help` may take this many times as long as `python -c "import click"`."""
-MPI_SECONDS = 0.7
-"""So much later than under mpirun alone a rank may begin."""
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -60,16 +56,14 @@ def beside_the_sdk(options: argparse.Namespace) -> tuple[str, object]:
     with folders(count) as sources:
         for task, title in titles.items():
             workers = {who: partial(measure, task, who, sources[task]) for who in ("sdk2", "smpkit")}
+            turns = take_turns(workers, options.repetitions)  # the first of all fills the disk cache
             medians = {}
-            for who, measured in take_turns(
-                workers, options.repetitions
-            ).items():  # the first turn fills the disk cache
+            for who, measured in turns.items():
                 medians[who] = {key: statistics.median(each[key] for each in measured) for key in measured[0]}
                 cpu, wall, peak, size = (medians[who][key] for key in ("cpu", "wall", "peak", "bytes"))
                 rows.append([title, who, f"{cpu:.2f} s", f"{wall:.2f} s", f"{peak / 1024:.0f} MiB", f"{size:,.0f}"])
-            told.append(
-                f"{title} {medians['sdk2']['cpu'] / medians['smpkit']['cpu']:.1f} times (limit {LIMITS[task]:g})"
-            )
+            ratio = medians["sdk2"]["cpu"] / medians["smpkit"]["cpu"]
+            told.append(f"{title} {ratio:.1f} times (limit {LIMITS[task]:g})")
     text = table(["task", "", "CPU", "wall", "peak memory", "bytes"], rows)
     return f"{text}\n\nAs fast as the SDK, by medians of CPU time: **{', '.join(told)}**.", rows
 
@@ -124,16 +118,16 @@ def startup(options: argparse.Namespace) -> tuple[str, object]:
         ranks["`smpkit run`, over MPI"] = [*ours, "--set", "distribution.mpi.enabled=true"]
     with tempfile.TemporaryDirectory(prefix="smpkit-benchmark-") as folder:
         Path(folder, "rank.py").write_text("import torch\nprint('a line', flush=True)\n")
-        seconds = {}
+        seconds: dict[str, list[float]] = {}
         for commands, text, turns in (pages, b"\n", options.repetitions), (ranks, b"a line", options.repetitions // 4):
             waits = {name: partial(first_line, command, folder, text) for name, command in commands.items()}
             seconds |= take_turns(waits, max(1, turns), warm_ups=2)  # which fill the disk cache
     rows = [[name, milliseconds([min(times)]), milliseconds(times)] for name, times in seconds.items()]
     _, click, page, torchrun, job, *mpi = map(statistics.median, seconds.values())
-    told = f"`--help` takes {page / click:.2f} times as long as click (limit {STARTUP_LIMIT:g}), a first line"
+    told = f"`--help` takes {page / click:.2f} times as long as click (limit 2.5), a first line"
     told += f" {job / torchrun:.2f} times as long as torchrun's (limit 1)"
     if mpi:
-        told += f", and {mpi[1] - mpi[0]:.2f} s longer than mpirun's (limit {MPI_SECONDS} s)"
+        told += f", and {mpi[1] - mpi[0]:.2f} s longer than mpirun's (limit 0.7 s)"
     return f"{table(['command', 'best', 'median'], rows)}\n\n{told}.", seconds
 
 

@@ -232,7 +232,10 @@ def case(name: str, ranks: int, options: argparse.Namespace) -> tuple[str, objec
     rows = sorted(zip(measured, predicted, configs, strict=True), key=lambda row: row[0])
     chosen, _, _ = min(rows, key=lambda row: row[1])
     errors = [abs(guess / seconds - 1) for seconds, guess, _ in rows]
-    lines = [[f"{guess:.3f} s", f"{seconds:.3f} s", words(config)] for seconds, guess, config in rows]
+    lines = [
+        [f"{guess:.3f} s", f"{seconds:.3f} s", ", ".join(f"{key} {value}" for key, value in config.items())]
+        for seconds, guess, config in rows
+    ]
     text = (
         f"{table(['predicted', 'measured', 'configuration'], lines)}\n\n{name} over {ranks} ranks, {len(rows)}"
         f" configurations: Spearman {spearman(predicted, measured):.3f}; the chosen one takes"
@@ -246,11 +249,6 @@ def predicted_seconds(config: dict[str, Any], job: Job) -> float:
     prediction = predict(ModelParallelConfig.from_sources(config, None)[0], job)
     assert isinstance(prediction, Prediction), prediction
     return prediction.step_seconds
-
-
-def words(config: Mapping[str, Any]) -> str:
-    """Return a configuration as the table shows it."""
-    return ", ".join(f"{key} {value}" for key, value in config.items() if key != "ddp")
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
