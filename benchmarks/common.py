@@ -1,4 +1,4 @@
-"""What all benchmarks do: options, turns, ratios, tables, a line on the machine, a README and a record of results.
+"""What all benchmarks do: parts, options, turns, ratios, tables, a line on the machine, a README, a record of results.
 
 It runs without torch, which `benchmarks.ranks` needs.
 """
@@ -14,10 +14,14 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
 _T = TypeVar("_T")
+
+Part = Callable[[argparse.Namespace], tuple[str, object]]
+"""Measures, and returns tables, and for the record what they are made of."""
 
 
 def parser(doc: str | None, repetitions: int | None = None) -> argparse.ArgumentParser:
@@ -27,9 +31,51 @@ def parser(doc: str | None, repetitions: int | None = None) -> argparse.Argument
     options.add_argument("--dry", action="store_true", help="the README stays as it is")
     options.add_argument("--results", type=Path, metavar="FOLDER", help="also write tables and figures there, as JSON")
     if repetitions is not None:
-        text = "counted steps of each (default: %(default)s)"
+        text = "counted turns of each contestant (default: %(default)s)"
         options.add_argument("--repetitions", type=int, default=repetitions, help=text)
     return options
+
+
+def run(
+    script: str,
+    options: argparse.ArgumentParser,
+    parts: Mapping[str, Part],
+    default: Iterable[str] | None = None,
+    about: str = "",
+) -> None:
+    """Run the parts that the command line names, and report each.
+
+    Args:
+        script: of the benchmark. Where the README beside it has `<!-- PART: begin -->` and `<!-- PART: end -->`, a
+            part's tables go between these marks.
+        default: the parts to run where none is named; all, if not given.
+        about: what is said of all parts before the line on the machine, with `{repetitions}`.
+    """
+    # Pages and records name parts in both ways.
+    options.add_argument("only", nargs="*", metavar="PART", default=argparse.SUPPRESS, help="what to run")
+    options.add_argument("--only", nargs="+", metavar="PART", default=[*(default or parts)], help="the same")
+    chosen = options.parse_args()
+    if unknown := [name for name in chosen.only if name not in parts]:
+        options.error(f"no part `{unknown[0]}`; there are {', '.join(parts)}")
+    if chosen.quick:
+        chosen.repetitions = 1
+    for part in chosen.only:
+        text, figures = parts[part](chosen)
+        report(script, part, f"{text}\n\n{about.format(**vars(chosen))}{machine()}", figures, chosen)
+
+
+def report(script: str, part: str, text: str, figures: object, options: argparse.Namespace) -> None:
+    """Print a part's tables; write them to a folder, and into the README, as the options say."""
+    print(f"{text}\n", flush=True)
+    if options.results is not None:
+        options.results.mkdir(parents=True, exist_ok=True)
+        content = {"environment": machine(), "table": text.splitlines(), "rows": figures}
+        (options.results / f"{part}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    page = Path(script).with_name("README.md")
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {part}: begin -->")
+    if begin and not (options.quick or options.dry):
+        end = f"<!-- {part}: end -->"
+        page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def take_turns(contestants: Mapping[str, Callable[[], _T]], turns: int, warm_ups: int = 1) -> dict[str, list[_T]]:
@@ -82,32 +128,8 @@ def gpu() -> str:
 
 def machine() -> str:
     """Return what figures depend on."""
-    torch = importlib.metadata.version("torch")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "sagemaker") if find_spec(name)]
     return (
         f"{os.cpu_count()} cores ({platform.machine()}), {gpu()}, load average {os.getloadavg()[1]:.1f} over five"
-        f" minutes; {platform.system()}, Python {platform.python_version()}, torch {torch}."
+        f" minutes; {platform.system()}, Python {platform.python_version()}, {', '.join(versions)}."
     )
-
-
-def report(
-    script: str, part: str, text: str, options: argparse.Namespace, figures: object = None, about: str | None = ""
-) -> None:
-    """Print a part's tables; write them between its marks in the README, unless the options say no, and to a folder.
-
-    Args:
-        script: of the benchmark; the README beside it has `<!-- PART: begin -->` and `<!-- PART: end -->`.
-        figures: what the tables were made of, for the record.
-        about: what is said before the line on the machine; None: the figures are the same on every machine.
-    """
-    if about is not None:
-        text = f"{text}\n\n{about}{machine()}"
-    print(f"{text}\n", flush=True)
-    if options.results is not None:
-        options.results.mkdir(parents=True, exist_ok=True)
-        content = {"environment": machine(), "table": text.splitlines(), "rows": figures}
-        (options.results / f"{part}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if not (options.quick or options.dry):
-        page = Path(script).with_name("README.md")
-        begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-        before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-        page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")

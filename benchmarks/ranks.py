@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import smpkit.torch as smp
+from benchmarks.common import take_turns
 from smpkit.testing import run_ranks
 from smpkit.torch.core.devices import wait_for_stream
 from smpkit.torch.core.runtime import state
+
+OVER_GLOO: Final = "{repetitions} counted steps of each, gloo over the loopback interface, "
+"""What tables of steps say of themselves."""
+WARM_UPS: Final = 5
+"""Steps that are not counted: within them smpkit measures, and torch exchanges shapes."""
+
+Times = dict[str, list[float]]
 
 
 def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 1800) -> list[Any]:
@@ -36,8 +45,12 @@ def train_on_squares(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def seconds_until_all_are_done(step: Callable[[], object]) -> float:
-    """Return the seconds of a step from a barrier until the device of the last rank is done."""
+def time_steps(steps: Mapping[str, Callable[[], object]], repetitions: int, warm_ups: int = WARM_UPS) -> Times:
+    """Let steps take turns; return the seconds of each from a barrier until the device of the last rank is done."""
+    return take_turns({name: partial(_seconds, step) for name, step in steps.items()}, repetitions, warm_ups)
+
+
+def _seconds(step: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
     step()

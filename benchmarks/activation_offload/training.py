@@ -18,7 +18,7 @@ from torch import Tensor
 
 import smpkit
 from benchmarks.activation_offload.blocks import Decoder, gradients_of, train_step
-from benchmarks.activation_offload.contestants import CONTESTANTS, UNCHECKPOINTED, Absent
+from benchmarks.activation_offload.contestants import CONTESTANTS, PEERS, UNCHECKPOINTED
 from benchmarks.ranks import on_ranks
 from smpkit.testing import RankFailed
 
@@ -27,14 +27,12 @@ Row = dict[str, Any]
 
 def rows(tokens: Sequence[int]) -> Iterator[Row]:
     """Yield a row per contestant and number of tokens, one contestant after the other."""
-    for name, num_tokens in product(CONTESTANTS, tokens):
-        if name == "torch save_on_cpu":  # takes 45 GB of host memory and more
-            continue
+    for name, num_tokens in product(CONTESTANTS | PEERS, tokens):
         try:
             [row] = on_ranks(trained, 1, name, num_tokens, timeout=300)
         except RankFailed as error:
-            row = {"note": f"not run: {str(error).strip()[-200:]}"}
-        yield {"table": f"Training step, {num_tokens} tokens", "contestant": name, **row}
+            row = {"note": f"not run: {str(error).strip().splitlines()[-1][:200]}"}
+        yield {"tokens": num_tokens, "contestant": name, **row}
 
 
 def trained(name: str, num_tokens: int) -> Row:
@@ -45,15 +43,6 @@ def trained(name: str, num_tokens: int) -> Row:
     with device:
         model = Decoder(width, heads, num_layers).to(torch.bfloat16)
     x = torch.randn(1, num_tokens, width, device=device, dtype=torch.bfloat16)
-    try:
-        return _measured(name, model, x)
-    except Absent as reason:
-        return {"note": f"not run: {reason}"}
-    except torch.OutOfMemoryError:
-        return {"note": "out of memory"}
-
-
-def _measured(name: str, model: Decoder, x: Tensor) -> Row:
     around: Any = nullcontext
 
     def step() -> float:
@@ -72,10 +61,10 @@ def _measured(name: str, model: Decoder, x: Tensor) -> Row:
 
     model.is_checkpointed = True
     expected = gradients()
-    entered = CONTESTANTS[name](model)
+    entered = (CONTESTANTS | PEERS)[name](model)
     offload = entered if isinstance(entered, smpkit.offload_activations) else None
     around = nullcontext if offload else entered
-    model.is_checkpointed = name not in UNCHECKPOINTED
+    model.is_checkpointed = name != UNCHECKPOINTED
     for _ in range(2):
         step()
     row: Row = {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
-import statistics
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -19,28 +17,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import smpkit.torch as smp
-from benchmarks.common import milliseconds, parser, ratio, report, table, take_turns
-from benchmarks.ranks import on_ranks, train_on_squares
-from smpkit.torch.core.devices import wait_for_stream
+from benchmarks.common import milliseconds, parser, ratio, run, table
+from benchmarks.ranks import OVER_GLOO, WARM_UPS, on_ranks, time_steps, train_on_squares
 from smpkit.torch.core.runtime import state
 
-WARM_UPS: Final = 5
 LENGTH: Final = 32
 LR: Final = 1e-3
 SIZES: Final = {"small": (64, 4, 4), "medium": (96, 4, 12), "large": (256, 6, 8)}
 """Width, layers and samples of each rank."""
 
-Step = Callable[[], torch.Tensor]
 Wrapped = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def transformer(width: int, num_layers: int) -> nn.Sequential:
-    """Return transformer layers between two linear ones."""
-    layer = partial(nn.TransformerEncoderLayer, width, 4, 4 * width, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Linear(width, width), *[layer() for _ in range(num_layers)], nn.Linear(width, width))
-
-
-# --- smpkit's features, and torch's for the same ----------------------------------------------------------------------
 
 
 def plain(model: nn.Module) -> Wrapped:
@@ -82,27 +68,10 @@ FEATURES: Final[Mapping[str, tuple[int, dict[str, Any], str, Callable[[nn.Module
 """Ranks, parameters, and its peer."""
 
 
-def step_of(run: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> Step:
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = run()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def run_torch(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def run_smpkit(model: smp.DistributedModel, x: torch.Tensor) -> torch.Tensor:
-    return train_on_squares(model, x).reduce_mean()
-
-
-# --- the measurement --------------------------------------------------------------------------------------------------
+def transformer(width: int, num_layers: int) -> nn.Sequential:
+    """Return transformer layers between two linear ones."""
+    layer = partial(nn.TransformerEncoderLayer, width, 4, 4 * width, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(width, width), *[layer() for _ in range(num_layers)], nn.Linear(width, width))
 
 
 def measure(feature: str, sizes: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
@@ -117,52 +86,45 @@ def measure(feature: str, sizes: Sequence[str], repetitions: int) -> list[dict[s
         model = transformer(width, num_layers)
         torch.manual_seed(1 + smp.rank())
         x = torch.randn(samples, LENGTH, width).to(state.device)
-        theirs, optimizer = wrap(copy.deepcopy(model).to(state.device))
+        theirs, their_optimizer = wrap(copy.deepcopy(model).to(state.device))
         ours = smp.DistributedModel(model)
-        steps = {
-            peer: step_of(partial(run_torch, theirs, x), optimizer),
-            "smpkit": step_of(partial(run_smpkit, ours, x), smp.DistributedOptimizer(plain(ours)[1])),
-        }
+        our_optimizer = smp.DistributedOptimizer(plain(ours)[1])
+        steps = {peer: partial(torch_step, theirs, their_optimizer, x), "smpkit": partial(step, ours, our_optimizer, x)}
         for _ in range(WARM_UPS):  # also for the bits: both train the same model
-            torch.testing.assert_close(*[step() for step in steps.values()])
-        times = take_turns({name: partial(timed, step) for name, step in steps.items()}, repetitions)
+            torch.testing.assert_close(*[run_step() for run_step in steps.values()])
+        times = time_steps(steps, repetitions, warm_ups=1)
         cells.append({"feature": feature, "size": size, "peer": peer, "times": times})
     return cells
 
 
-def timed(step: Step) -> tuple[float, float]:
-    """Return the seconds from a barrier until the last rank is done, and the mean processor time of all its threads."""
-    dist.barrier()
-    start, computed = time.perf_counter(), time.process_time()
-    step()
-    wait_for_stream(state.device)
-    wall = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    processor = torch.tensor(time.process_time() - computed, dtype=torch.float64)
-    dist.all_reduce(wall, dist.ReduceOp.MAX)
-    dist.all_reduce(processor)
-    return wall.item(), processor.item() / smp.size()
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
-def row(cell: Mapping[str, Any]) -> list[object]:
-    """Return times and their ratio, and the ratio of processor times."""
-    (theirs, their_cpu), (ours, our_cpu) = (zip(*cell["times"][name], strict=True) for name in (cell["peer"], "smpkit"))
-    both = [milliseconds(times, digits=1) for times in (theirs, ours)]
-    processor = f"{statistics.median(our_cpu) / statistics.median(their_cpu):.3f}"
-    return [cell["feature"], cell["size"], cell["peer"], *both, ratio(ours, theirs, digits=3), processor]
+def step(model: smp.DistributedModel, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = train_on_squares(model, x).reduce_mean()
+    optimizer.step()
+    return loss
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, repetitions=200).parse_args(arguments)
-    sizes, repetitions = (["small"], 3) if options.quick else ([*SIZES], options.repetitions)
-    cells = [
-        cell for name, (ranks, *_) in FEATURES.items() for cell in on_ranks(measure, ranks, name, sizes, repetitions)[0]
-    ]
+def steps(options: argparse.Namespace) -> tuple[str, object]:
+    """Return a row per feature and size."""
+    sizes = ["small"] if options.quick else [*SIZES]
+    cells, rows = [], []
+    for feature, (ranks, _, peer, _) in FEATURES.items():
+        for cell in on_ranks(measure, ranks, feature, sizes, options.repetitions)[0]:
+            theirs, ours = cell["times"].values()
+            both = [milliseconds(times, digits=1) for times in (theirs, ours)]
+            rows.append([feature, cell["size"], peer, *both, ratio(ours, theirs, digits=3)])
+            cells.append(cell)
     heads = ["feature", "model", "peer", "peer's step", "smpkit's step", "ratio of medians (fastest)"]
-    text = table([*heads, "of processor time"], map(row, cells))
-    about = f"{repetitions} steps each, gloo over the loopback interface, "
-    report(__file__, "table", text, options, cells, about)
-    return 0
+    return table(heads, rows), cells
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(__file__, parser(__doc__, repetitions=200), {"table": steps}, about=OVER_GLOO)

@@ -4,17 +4,19 @@ Memory is the most that a rank's process held beyond what it held before the mod
 optimizer states and activations of the steps. What Python and torch load on first use is loaded before. Time is
 processor time of a step, summed over ranks, so other work on the machine changes it little; waits are not in it.
 
-The table goes into README.md.
+The table goes into README.md; a technique that is named runs beside none.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +24,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from benchmarks.common import mebibytes, parser, report, table
+from benchmarks.common import mebibytes, parser, run, table
 from benchmarks.pipeline.models import Block, GPTSize
 from benchmarks.ranks import train_on_squares
 from smpkit import OffloadModel, OffloadOptimizer
@@ -128,10 +130,11 @@ def _steps_of_offload_model(device: str) -> Iterator[None]:
         yield
 
 
-def rows(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the rows of the table, each relative to the first technique."""
-    base_bytes, base_seconds = 0, 0.0
-    for name in names:
+def techniques(names: Sequence[str], options: argparse.Namespace) -> tuple[str, object]:
+    """Return a row per technique, each relative to the first."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
+    base_bytes, base_seconds, rows = 0, 0.0, []
+    for name in names[:1] if options.quick else names:
         if name == "offload_model":
             [(held, took)] = run_ranks(measured_offload_model, 1, timeout=300)
             [on_device] = run_ranks(simulated_offload_model, 1, timeout=300)
@@ -142,19 +145,11 @@ def rows(names: Sequence[str]) -> Iterator[list[str]]:
         seconds = sum(each for *_, each in ranks)
         base_bytes, base_seconds = base_bytes or peak, base_seconds or seconds
         figures = [mebibytes(peak), mebibytes(host) if host else "", f"{1 - peak / base_bytes:.0%}"]
-        yield [TECHNIQUES[name][0], *figures, f"{seconds / base_seconds:.2f} ×"]
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--only", choices=list(TECHNIQUES), action="append", help="beside `plain`; writes nothing")
-    chosen = options.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system
-    names = ["plain", *(chosen.only or [])] if chosen.only or chosen.quick else list(TECHNIQUES)
-    chosen.dry |= bool(chosen.only)
+        rows.append([TECHNIQUES[name][0], *figures, f"{seconds / base_seconds:.2f} ×"])
     heads = ["technique", "device memory of the fuller rank", "on the host", "saved on the device", "processor time"]
-    report(__file__, "table", table(heads, rows(names)), chosen)
+    return table(heads, rows), rows
 
 
 if __name__ == "__main__":
-    main()
+    alone = {name: partial(techniques, ["plain", name]) for name in TECHNIQUES}
+    run(__file__, parser(__doc__), {"table": partial(techniques, list(TECHNIQUES)), **alone}, default=["table"])

@@ -6,9 +6,11 @@ memory; everything else is each contestant's own code, with its streams, events 
 
 from __future__ import annotations
 
+import argparse
 import gc
 from collections import Counter
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 import smpkit
 from benchmarks.activation_offload.blocks import Layers
 from benchmarks.activation_offload.contestants import torchs_own_checkpoint
-from benchmarks.common import table
+from benchmarks.common import parser, run, table
 from benchmarks.simulated import begin, last_of
 from smpkit.testing import simulated_device
 
@@ -51,11 +53,11 @@ class _Work(torch.autograd.Function):
         return gradients[0] * weight, (gradients[0] * x).sum().view(1)
 
 
-def row(copy: float, way: str, inputs: int = 0) -> list[str]:
+def row(copy: float, way: str, inputs: int) -> list[str]:
     """Return the tenth step in forwards of a layer, its peak in inputs without the weights, and what was planned.
 
     Args:
-        inputs: that `smpkit.fit` may use.
+        inputs: that `smpkit.fit` may use; 0 without it.
     """
     begin(INPUT / (copy * FORWARD))
     gc.collect()  # what the last row has left would count in this one's limit
@@ -83,18 +85,21 @@ def row(copy: float, way: str, inputs: int = 0) -> list[str]:
         peak = (fit.device_bytes - found.bytes_before) / INPUT
         planned = [choices, f"{fit.step_seconds / FORWARD:.1f}, {peak:.0f}"]
         fitted.remove()
-    return [way, f"{found.seconds / FORWARD:.1f}", f"{found.peak_bytes / INPUT:.0f}", *planned]
+    return [f"{found.seconds / FORWARD:.1f}", f"{found.peak_bytes / INPUT:.0f}", *planned]
 
 
-def main() -> None:
-    ways = ["plain", "checkpoint", "save_on_cpu over checkpoint", "offload_activations over checkpoint"]
-    fits = [32, 64, 128, 192, 280]
-    rows = []
-    for link, copy in {"GH200-like": 0.08, "PCIe 5": 0.7, "slow": 2.5}.items():
-        found = [row(copy, way) for way in ways] + [row(copy, f"smpkit.fit, {each} inputs", each) for each in fits]
-        rows += [[f"{link} ({copy:g})", *each] for each in found]
-    print(table(["link (copy / forward)", "way", "step", "peak", "kept, offloaded, recomputed", "planned"], rows))
+def ways(options: argparse.Namespace) -> tuple[str, object]:
+    """Return a row per link and way."""
+    links = {"GH200-like": 0.08} if options.quick else {"GH200-like": 0.08, "PCIe 5": 0.7, "slow": 2.5}
+    theirs = ["plain", "checkpoint", "save_on_cpu over checkpoint", "offload_activations over checkpoint"]
+    every = dict.fromkeys(theirs, 0) | {f"smpkit.fit, {inputs} inputs": inputs for inputs in (32, 64, 128, 192, 280)}
+    rows = [
+        [f"{link} ({copy:g})", way, *row(copy, way, inputs)]
+        for (link, copy), (way, inputs) in product(links.items(), every.items())
+    ]
+    heads = ["link (copy / forward)", "way", "step", "peak", "kept, offloaded, recomputed", "planned"]
+    return table(heads, rows), rows
 
 
 if __name__ == "__main__":
-    main()
+    run(__file__, parser(__doc__), {"ways": ways})

@@ -6,15 +6,18 @@ a dense block of 12.25 d² parameters in bf16, d = 4096, takes on an H200. Pytho
 
 from __future__ import annotations
 
+import argparse
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import table
 from benchmarks.simulated import H200_FLOPS, H200_LINK, UNTIMED, Measured, begin, last_of
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload.model import Machine, OffloadedModel, device_peak_bytes, step_time
@@ -101,49 +104,43 @@ def _run(model: Callable[[Tensor], Tensor], x: Tensor) -> None:
     y.backward(torch.ones_like(y))
 
 
-Make = Callable[[nn.Sequential, Cell], tuple[Callable[[Tensor], Tensor], Any, Callable[[], object]]]
-"""Return what runs forward, an optimizer, and what waits for it."""
+def measure(cell: Cell, *, offloads: bool = True, prefetch: bool = True) -> tuple[Measured, int]:
+    """Run four steps; return the last one's figures, and the peak without the borders that the caller holds.
 
-
-def plain(layers: nn.Sequential, _: Cell) -> Any:
-    """Hold the whole model on the device, and recompute nothing."""
-    whole = layers.to("sim")
-    optimizer = torch.optim.AdamW(whole.parameters(), foreach=True)
-    return whole, optimizer, lambda: None
-
-
-def offloaded(layers: nn.Sequential, cell: Cell, *, prefetch: bool = True, fast: bool = True) -> Any:
-    """Use smpkit's OffloadModel."""
-    with mock.patch.object(AcceleratorLink, "min_bytes", 1):  # borders are small here, and leave all the same
-        model = OffloadModel(
-            layers,
-            "sim",
-            num_slices=cell.num_slices,
-            checkpoint_activation=True,
-            num_microbatches=cell.num_microbatches,
-            prefetch=prefetch,
-        )
-    optimizer: Any = OffloadOptimizer(model) if fast else torch.optim.AdamW(model.parameters())
-    return model, optimizer, model.synchronize
-
-
-def measure(cell: Cell, make: Make = offloaded) -> tuple[Measured, int]:
-    """Run four steps; return the last one's figures, and the peak without the borders that the caller holds."""
+    Args:
+        offloads: no: the whole model is on the device, and nothing is recomputed.
+    """
     machine = cell.machine
     begin(machine.out_bytes_per_second, machine.flops_per_second)
     torch.accelerator.synchronize()
     gc.collect()
     torch.manual_seed(0)
     before = torch.accelerator.memory_allocated()
-    forward, optimizer, wait = make(nn.Sequential(*[_layer() for _ in range(cell.num_slices)]), cell)
+    layers: Any = nn.Sequential(*[_layer() for _ in range(cell.num_slices)])
+    if offloads:
+        slices, microbatches = cell.num_slices, cell.num_microbatches
+        with mock.patch.object(AcceleratorLink, "min_bytes", 1):  # borders are small here, and leave all the same
+            model = OffloadModel(
+                layers,
+                "sim",
+                num_slices=slices,
+                checkpoint_activation=True,
+                num_microbatches=microbatches,
+                prefetch=prefetch,
+            )
+        optimizer: Any = OffloadOptimizer(model)
+    else:
+        model = layers.to("sim")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     x = torch.randn(cell.num_rows * cell.num_microbatches, _WIDTH, device="sim", requires_grad=True)
 
     def step() -> None:
-        _run(forward, x)
+        _run(model, x)
         optimizer.step()
         optimizer.zero_grad()
         x.grad = None
-        wait()
+        if offloads:
+            model.synchronize()
 
     found = last_of(4, step)
     callers = 3 * cell.num_microbatches * cell.border_bytes  # the model's input and output, and the output's gradient
@@ -152,35 +149,34 @@ def measure(cell: Cell, make: Make = offloaded) -> tuple[Measured, int]:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-_CONTESTANTS: Final[dict[str, Make]] = {
-    "plain, all on the device, nothing recomputed": plain,
-    "smpkit": lambda layers, cell: offloaded(layers, cell, fast=False),
-    "smpkit fast": offloaded,
-    "smpkit fast, prefetch=False": lambda layers, cell: offloaded(layers, cell, prefetch=False),
+CONTESTANTS: Final[dict[str, dict[str, bool]]] = {
+    "plain, all on the device, nothing recomputed": {"offloads": False},
+    "smpkit fast": {},
+    "smpkit fast, prefetch=False": {"prefetch": False},
 }
 
 
-HEADS: Final = ("tokens", "", "step", "stall", "planned", "copies hidden", "device peak", "planned")
-
-
-def rows() -> Iterator[list[object]]:
-    """Yield a row per number of tokens and contestant."""
-    for tokens, num_rows in ((32 << 10, 42), (8 << 10, 10), (2 << 10, 2)):
+def steps(_options: argparse.Namespace) -> tuple[str, object]:
+    """Return a row per number of tokens and contestant."""
+    rows = []
+    for (tokens, num_rows), (name, how) in product(
+        {32 << 10: 42, 8 << 10: 10, 2 << 10: 2}.items(), CONTESTANTS.items()
+    ):
         cell = Cell(8, num_rows, 1, 2 * _BLOCK * tokens / H200_FLOPS, 2 * _BLOCK / H200_LINK)
-        for name, make in _CONTESTANTS.items():
-            found, peak_bytes = measure(cell, make)
-            overlap = found.overlap(PRODUCT)
-            planned_stall, planned_peak = "-", "-"
-            if make is offloaded:
-                planned_stall = f"{1e3 * (cell.planned_seconds - cell.compute_seconds):.1f} ms"
-                planned_peak = f"{cell.planned_peak_bytes() / cell.slice_bytes:.2f}"
-            yield [
-                tokens,
-                name,
-                f"{1e3 * found.seconds:.1f} ms",
-                f"{max(0.0, 1e3 * (found.seconds - found.seconds_of(PRODUCT))):.1f} ms",
-                planned_stall,
-                "-" if overlap is None else f"{100 * overlap:.0f} %",
-                f"{peak_bytes / cell.slice_bytes:.2f}",
-                planned_peak,
-            ]
+        found, peak_bytes = measure(cell, **how)
+        overlap = found.overlap(PRODUCT)
+        planned_stall, planned_peak = "-", "-"
+        if not how:
+            planned_stall = f"{1e3 * (cell.planned_seconds - cell.compute_seconds):.1f} ms"
+            planned_peak = f"{cell.planned_peak_bytes() / cell.slice_bytes:.2f}"
+        figures = [
+            f"{1e3 * found.seconds:.1f} ms",
+            f"{max(0.0, 1e3 * (found.seconds - found.seconds_of(PRODUCT))):.1f} ms",
+            planned_stall,
+            "-" if overlap is None else f"{100 * overlap:.0f} %",
+            f"{peak_bytes / cell.slice_bytes:.2f}",
+            planned_peak,
+        ]
+        rows.append([tokens, name, *figures])
+    heads = ["tokens", "", "step", "stall", "planned", "copies hidden", "device peak", "planned"]
+    return f"Eight slices, one microbatch; peaks in units of a slice's weights.\n\n{table(heads, rows)}", rows

@@ -1,59 +1,52 @@
-"""Large models on a GPU: seconds per step, useful FLOP/s and peak, beside what the plan predicts."""
+"""A large model on a GPU: seconds per step, useful FLOP/s and peak, beside what the plan predicts."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 import torch
 from torch import nn
 
-from benchmarks.common import mebibytes
-from benchmarks.offload_model.worker import Decoder
+from benchmarks.common import mebibytes, table
+from benchmarks.pipeline.models import Block, GPTSize
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload.model import WORKSPACE_BYTES, Machine, OffloadedModel, Update, device_peak_bytes, step_time
 from smpkit.torch.core.devices import wait_for_stream
 
-TINY = {"tiny": (128, 3)}
-SIZES = {"1.3 B": (2048, 52), "3 B": (3072, 53), "6.7 B": (4096, 67)}
-"""Width and layers; a Decoder has 6 d² parameters."""
-TOKENS = (8 * 1024, 32 * 1024, 128 * 1024)
+WIDTH, LAYERS = 2048, 26
+"""1.3 billion parameters: a block has 12 d²."""
+TOKENS = (8 << 10, 32 << 10)
 LENGTH = 1024
-HEADS = ("model", "tokens", "clipped", "s/step", "planned", "TFLOP/s (6PN)", "peak", "planned", "reserved")
 
 
-def rows(models: Mapping[str, tuple[int, int]], tokens: Sequence[int]) -> Iterator[list[object]]:
-    """Yield measured and predicted figures of each cell; without a GPU it runs on the CPU, which has no peaks."""
-    for (name, (width, layers)), num_tokens, clip in product(models.items(), tokens, (None, 1.0)):
-        row: list[object] = [
-            name,
-            num_tokens,
-            "no" if clip is None else "yes",
-            *_figures(width, layers, num_tokens, clip),
-        ]
-        print(row, flush=True)
-        yield row
+def steps(options: argparse.Namespace) -> tuple[str, object]:
+    """Return a row per number of tokens, with and without clipping."""
+    heads = ["tokens", "clipped", "s/step", "planned", "TFLOP/s (6PN)", "peak", "planned", "reserved"]
+    rows = []
+    for tokens, clip in product([LENGTH] if options.quick else TOKENS, (None, 1.0)):
+        width, layers = (128, 3) if options.quick else (WIDTH, LAYERS)
+        rows.append([tokens, "no" if clip is None else "yes", *_figures(width, layers, tokens, clip)])
+        print(rows[-1], flush=True)
+    return table(heads, rows), rows
 
 
 def _figures(width: int, layers: int, num_tokens: int, clip: float | None) -> list[str]:
+    """Train on the GPU; without one on the CPU, which has no peaks."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with torch.device(device):  # numbers are drawn faster there
-        plain = nn.Sequential(*[Decoder(width, width // 128) for _ in range(layers)])
+        size = GPTSize(width=width, num_heads=width // 128)
+        plain = nn.Sequential(*[Block(size) for _ in range(layers)])
     plain.cpu()
-    microbatches = max(1, num_tokens // (8 * 1024))
+    count = max(1, num_tokens // (8 * 1024))
     model = OffloadModel(
-        plain,
-        device,
-        num_slices=layers,
-        checkpoint_activation=True,
-        num_microbatches=microbatches,
-        dtype=torch.bfloat16,
+        plain, device, num_slices=layers, checkpoint_activation=True, num_microbatches=count, dtype=torch.bfloat16
     )
     optimizer = OffloadOptimizer(model, lr=1e-4, max_grad_norm=clip, overlap="backward" if clip is None else "forward")
     inputs = torch.randn(num_tokens // LENGTH, LENGTH, width, dtype=torch.bfloat16)
@@ -66,9 +59,7 @@ def _figures(width: int, layers: int, num_tokens: int, clip: float | None) -> li
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[1:])
     num_parameters = sum(parameter.numel() for parameter in plain.parameters())
-    planned = OffloadedModel(
-        num_parameters, layers, num_tokens, num_microbatches=microbatches, num_layers=layers, width=width
-    )
+    planned = OffloadedModel(num_parameters, layers, num_tokens, count, num_layers=layers, width=width)
     update = Update.OVERLAPPED if clip is None else Update.JUST_IN_TIME
     return [
         f"{median:.2f}",

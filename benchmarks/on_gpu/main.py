@@ -33,7 +33,6 @@ _DRY_FACTOR: Final = 4
 """Limits are those of a machine with a GPU; one without is slower."""
 _WORTH_SECONDS: Final = 20.0
 """Less time is not enough to start a part."""
-_GRACE_SECONDS: Final = 3.0
 _MOST_OUTPUT: Final = 24 << 10
 """How many characters are kept of what a part printed."""
 _MARK: Final = "GPU_PART"
@@ -46,34 +45,30 @@ _VARIABLES: Final = {
     # Ranks are forked from a server; where that had asked CUDA for GPUs, they could not use them.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-_NEEDED: Final = [
+_NEEDED: Final = (
     *("torch", "numpy", "transformers", "accelerate", "hypothesis", "pytest", "pytest_timeout", "xdist"),
     *("click", "cloudpickle", "jinja2", "pathspec", "yaml", "ruamel", "safetensors", "tqdm"),
-]
+)
 """Modules without which most parts cannot start."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+def main() -> int:
+    options = _options()
     if options.list:
         print("\n".join(f"{part.name:24} {part.seconds:4.0f} s  {part.title}" for part in PARTS))
         return 0
     deadline = time.monotonic() + options.budget
     if gpu() == "no GPU" and not options.dry_run:
-        print("error: nvidia-smi shows no GPU; --dry-run does without one", file=sys.stderr)
-        return 2
+        sys.exit("error: nvidia-smi shows no GPU; --dry-run does without one")
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        print(
-            f"error: {sys.executable} lacks {' '.join(missing)}\n"
-            "hint: `scripts/lint` installs everything into .venv; PYTHON=... names another interpreter",
-            file=sys.stderr,
-        )
-        return 2
+        hint = "hint: `scripts/lint` installs everything into .venv; PYTHON=... names another interpreter"
+        sys.exit(f"error: {sys.executable} lacks {' '.join(missing)}\n{hint}")
     os.environ.update(_VARIABLES)
     record = Record.read(options.resume) if options.resume is not None else Record(facts=_facts())
     folder = options.resume or options.out or _default_folder(record, dry=options.dry_run)
-    over = [outcome.name for outcome in record.outcomes if outcome.is_over]
-    left = [part for part in options.chosen if part.name not in over]
+    over = [outcome.name for outcome in record.outcomes if outcome.state in ("passed", "failed")]
+    parts = [*PARTS, over_nccl(options.nccl)] if options.nccl else PARTS
+    left = [part for part in parts if part.name not in over and (not options.only or part.name in options.only)]
     print(f"{len(left)} parts; results in {folder}", flush=True)
     _run_all(left, record, folder, deadline, dry=options.dry_run)
     bad = [outcome.name for outcome in record.outcomes if outcome.state != "passed"]
@@ -82,24 +77,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("scripts/gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    names = [*(part.name for part in PARTS), "nccl"]
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="say what there is to run")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="run these")
-    parser.add_argument("--out", type=Path, help="the results' folder (default: benchmarks/results/GPU-DATE)")
-    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="add what a run has left out to its results")
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=names, help="run these")
+    folder = parser.add_mutually_exclusive_group()
+    folder.add_argument("--out", type=Path, help="the results' folder (default: benchmarks/results/GPU-DATE)")
+    folder.add_argument("--resume", type=Path, metavar="FOLDER", help="add what a run has left out to its results")
     parser.add_argument("--nccl", metavar="PATH", help="a libnccl.so.2 >= 2.30: also run two ranks on the GPU over it")
     parser.add_argument("--dry-run", action="store_true", help="start every part without a GPU, as small as can be")
-    options = parser.parse_args(arguments)
-    parts = [*PARTS, over_nccl(options.nccl)] if options.nccl else list(PARTS)
-    if options.only and (unknown := sorted(set(options.only) - {part.name for part in parts})):
-        parser.error(f"there is no part `{unknown[0]}`; --list names them")
-    options.chosen = [part for part in parts if not options.only or part.name in options.only]
-    if options.resume is not None and options.out is not None:
-        parser.error("--resume says where the results are; leave out --out")
-    if options.budget <= 0:
-        parser.error(f"--budget is {options.budget:g}; give seconds")
+    options = parser.parse_args()
+    if "nccl" in (options.only or ()) and not options.nccl:
+        parser.error("the part `nccl` needs a library: --nccl PATH")
     return options
 
 
@@ -113,18 +104,13 @@ def _run_all(parts: Sequence[Part], record: Record, folder: Path, deadline: floa
             with ThreadPoolExecutor(1 if alone else min(_TOGETHER, os.cpu_count() or 1)) as pool:
                 try:
                     runs = [pool.submit(_run, part, Path(scratch), deadline, dry=dry) for part in group]
-                    for run in as_completed(runs):
-                        _note(run.result(), record, folder)
+                    for outcome in (run.result() for run in as_completed(runs)):
+                        record.add(outcome)
+                        record.write(folder)
+                        print(f"{outcome.state:6} {outcome.name} ({outcome.seconds:.0f} s)", flush=True)
                 finally:  # somebody has interrupted this one, and nobody will wait for the parts
                     pool.shutdown(wait=False, cancel_futures=True)
                     kill_processes_with(f"{_MARK}={os.getpid()}.")
-
-
-def _note(outcome: Outcome, record: Record, folder: Path) -> None:
-    if outcome.state != "not run" or outcome.name not in [each.name for each in record.outcomes]:
-        record.add(outcome)
-    record.write(folder)
-    print(f"{outcome.state:6} {outcome.name} ({outcome.seconds:.0f} s)", flush=True)
 
 
 def _run(part: Part, scratch: Path, deadline: float, *, dry: bool) -> Outcome:
@@ -135,9 +121,9 @@ def _run(part: Part, scratch: Path, deadline: float, *, dry: bool) -> Outcome:
     print(f"start  {part.name}", flush=True)
     journal, printed = scratch / f"{part.name}.jsonl", scratch / f"{part.name}.out"
     mark = f"{os.getpid()}.{part.name}."
-    late = False
-    with printed.open("wb") as file:
-        process = subprocess.Popen(
+    status = None
+    with printed.open("wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
             [sys.executable, *(part.dry if dry else part.command)],
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -145,23 +131,19 @@ def _run(part: Part, scratch: Path, deadline: float, *, dry: bool) -> Outcome:
             cwd=ROOT,
             env={**os.environ, **part.environment, JOURNAL: str(journal), _MARK: mark},
             start_new_session=True,
+            timeout=min(part.seconds * (_DRY_FACTOR if dry else 1), deadline - began),
+            check=False,
         )
-        try:
-            process.wait(min(part.seconds * (_DRY_FACTOR if dry else 1), deadline - began))
-        except subprocess.TimeoutExpired:
-            late = True
-            process.terminate()  # torchrun ends its ranks, pytest its workers
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_SECONDS)
+        status = done.returncode
     kill_processes_with(f"{_MARK}={mark}")  # ranks have sessions of their own where torchrun started them
-    status, seconds = process.wait(), time.monotonic() - began
-    why = f"killed after {seconds:.0f} s" if late else f"its process ended with status {status}"
+    seconds = time.monotonic() - began
+    why = f"killed after {seconds:.0f} s" if status is None else f"its process ended with status {status}"
     tests, output = tests_in(journal, ended=why), printed.read_text("utf-8", "replace")
     is_good = status == 0 or (status == _NO_TESTS and not tests)
     return Outcome(
         name=part.name,
         title=part.title,
-        state="over its limit" if late else "passed" if is_good else "failed",
+        state="over its limit" if status is None else "passed" if is_good else "failed",
         seconds=seconds,
         status=status,
         tests=tests,

@@ -31,51 +31,37 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def _tests(name: str, title: str, seconds: float, files: Sequence[str], *more: str, alone: bool = False) -> Part:
+def _tests(name: str, title: str, seconds: float, arguments: Sequence[str], *, alone: bool = False) -> Part:
     # Of plugins only these (PYTEST_DISABLE_PLUGIN_AUTOLOAD): those of a strange machine may warn, which is an error.
-    plugins = [word for plugin in ("no:cacheprovider", "pytest_timeout", _PLUGIN) for word in ("-p", plugin)]
+    plugins = [word for plugin in _PLUGINS for word in ("-p", plugin)]
     chosen = ["-m", "pytest", "-q", *plugins, "-W", "default", "-m", "not slow and not docker", "--device", "cuda"]
     threads = {} if alone else {"OMP_NUM_THREADS": "1"}
-    return Part(
-        name, title, seconds, [*chosen, *files, *more], [*chosen, *files, "--collect-only"], alone, environment=threads
-    )
+    command = [*chosen, *arguments]
+    return Part(name, title, seconds, command, [*command, "--collect-only"], alone, environment=threads)
 
 
-_PLUGIN: Final = "benchmarks.on_gpu.journal"
-_DEVICE_TESTS: Final = {
-    "partition": ("cut as on the CPU; a label that is no class", 150, "tracing wrong_labels"),
-    "engine": ("bits, streams, captured graphs, pinned memory", 150, "activation_offload pinned_memory"),
-    "pipeline": ("two ranks on the GPU over gloo", 200, "pipeline"),
-    "checkpoint": ("random numbers of layers that are recomputed", 200, "checkpoint_random"),
-    "parallel": ("mixed precision", 170, "amp"),
-    "model": ("OffloadModel; fused optimizers; torch.compile", 170, "offload_model optimizers"),
-    "ambient": ("waits of the host; forks", 120, "host_syncs fork"),
-    "overlap": ("overlap, peaks and throughput, measured", 150, "overlap peaks throughput"),
-    "memcheck": ("compute-sanitizer", 200, "memcheck"),
-}
-"""Title, limit, and files of tests/device."""
-
-
-def _device_tests() -> list[Part]:
-    """Return parts of the tests that there are; a file that nobody has named above is a part of the last one."""
-    found = {path.stem.removeprefix("test_") for path in (ROOT / "tests/device").glob("test_*.py")}
-    found = {name for name in found if not name.startswith("sim_")}  # they are about the simulated device
-    named = {file for *_, files in _DEVICE_TESTS.values() for file in files.split()}
-    others = {"others": ("what is new", 120, " ".join(sorted(found - named)))}
-    return [
-        _tests(
-            name, title, seconds, [f"tests/device/test_{file}.py" for file in files.split()], alone=name == "overlap"
-        )
-        for name, (title, seconds, files) in (_DEVICE_TESTS | others).items()
-        if files
-    ]
-
-
+_PLUGINS: Final = ("no:cacheprovider", "pytest_timeout", "xdist.plugin", "benchmarks.on_gpu.journal")
+_DEVICE_TESTS: Final = (
+    ("partition", "cut as on the CPU; a label that is no class", 150, "tracing wrong_labels"),
+    ("engine", "bits, streams, captured graphs, pinned memory", 150, "activation_offload pinned_memory"),
+    ("pipeline", "two ranks on the GPU over gloo", 200, "pipeline"),
+    ("checkpoint", "random numbers of layers that are recomputed", 200, "checkpoint_random"),
+    ("parallel", "mixed precision", 170, "amp"),
+    ("model", "OffloadModel; fused optimizers; torch.compile", 170, "offload_model optimizers"),
+    ("ambient", "waits of the host; forks", 120, "host_syncs fork"),
+    ("overlap", "overlap, peaks and throughput, measured", 150, "overlap peaks throughput"),
+    ("memcheck", "compute-sanitizer", 200, "memcheck"),
+)
+"""Name, title, limit, and files of tests/device."""
+_NAMED: Final = [file for *_, files in _DEVICE_TESTS for file in files.split()]
 _TRANSPARENCY: Final = (
     *("pipeline_schedules", "pipeline_failures", "tensor_parallel", "data_parallel", "checkpointing"),
     "sharded_state",
 )
-_WORKERS: Final = ("-p", "xdist.plugin", "-n", "4", "--dist", "worksteal")
+
+
+def _file(name: str) -> str:
+    return f"tests/device/test_{name}.py"
 
 
 def _benchmark(name: str, title: str, seconds: float, command: str, *more: str, gpu: str | None = None) -> Part:
@@ -92,20 +78,30 @@ def _benchmark(name: str, title: str, seconds: float, command: str, *more: str, 
     return Part(name, title, seconds, (*start, "--dry", *more), (*start, "--quick"), environment=environment)
 
 
-_TRAINING, _SIZES = "activation_offload training", "offload_model --only sizes"
-_BENCHMARKS: Final = (
-    _benchmark("activation-offload", "steps of 8192 tokens, all contestants", 170, _TRAINING, "--tokens", "8192"),
-    _benchmark("offload-model", "FairScale's benchmark", 100, "offload_model --only words", "--rounds", "1"),
-    _benchmark("pipeline-gpt", "a GPT over two ranks", 90, "pipeline --only gpt"),
-    _benchmark("tensor-parallel", "blocks on two ranks", 90, "tensor_parallel"),
-    _benchmark("offload-adamw", "AdamW on the host", 100, "offload_model --only optimizer"),
-    _benchmark(
-        "offload-model-sizes",
-        "1.3 B parameters in slices",
-        180,
-        _SIZES,
-        *("--models", "1.3 B", "--tokens", "8192", "32768"),
+_TRAINING: Final = "activation_offload training"
+PARTS: Final[tuple[Part, ...]] = (
+    *(
+        _tests(name, title, seconds, [*map(_file, files.split())], alone=name == "overlap")
+        for name, title, seconds, files in _DEVICE_TESTS
     ),
+    # Those of `sim_` are about the simulated device.
+    _tests(
+        "others",
+        "what is new",
+        120,
+        ["tests/device", "--ignore-glob=*/test_sim_*", *(f"--ignore={_file(name)}" for name in _NAMED)],
+    ),
+    _tests(
+        "transparency",
+        "each kind of parallelism on the GPU beside plain PyTorch on the CPU",
+        170,
+        ["-n", "4", "--dist", "worksteal", *(f"tests/transparency/test_{name}.py" for name in _TRANSPARENCY)],
+    ),
+    _benchmark("activation-offload", "steps of 8192 tokens, all contestants", 170, _TRAINING, "--tokens", "8192"),
+    _benchmark("pipeline-gpt", "a GPT over two ranks", 90, "pipeline gpt"),
+    _benchmark("tensor-parallel", "blocks on two ranks", 90, "tensor_parallel"),
+    _benchmark("offload-adamw", "AdamW on the host", 100, "offload_model optimizer"),
+    _benchmark("offload-model-sizes", "1.3 B parameters in slices", 180, "offload_model sizes"),
     _benchmark(
         "activation-offload-long",
         "steps of 16384 and 32768 tokens, checkpointed",
@@ -117,22 +113,10 @@ _BENCHMARKS: Final = (
         "tune",
         "predicted beside measured steps over 4 ranks that sleep",
         500,
-        "tune --model gpt --ranks 4",
-        *("--steps", "3"),
+        "tune gpt-4",
+        *("--repetitions", "3"),
         gpu="",  # on cores, of which such a machine has enough for its ranks
     ),
-)
-
-PARTS: Final[tuple[Part, ...]] = (
-    *_device_tests(),
-    _tests(
-        "transparency",
-        "each kind of parallelism on the GPU beside plain PyTorch on the CPU",
-        170,
-        [f"tests/transparency/test_{name}.py" for name in _TRANSPARENCY],
-        *_WORKERS,
-    ),
-    *_BENCHMARKS,
 )
 
 
@@ -142,6 +126,6 @@ def over_nccl(library: str) -> Part:
     Args:
         library: a libnccl.so.2, loaded in place of torch's.
     """
-    part = _tests("nccl", "two ranks on the GPU over NCCL", 200, ["tests/device/test_pipeline.py"], alone=True)
+    part = _tests("nccl", "two ranks on the GPU over NCCL", 200, [_file("pipeline")], alone=True)
     nccl = {"LD_PRELOAD": library, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
     return replace(part, environment={**nccl, NCCL: "1"})

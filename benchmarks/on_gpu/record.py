@@ -48,11 +48,6 @@ class Outcome(BaseModel):
     output: str = ""
     """The end of what it printed; of a benchmark its tables."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether there is nothing left that another run could add."""
-        return self.state in ("passed", "failed")
-
 
 class Record(BaseModel):
     """A run, perhaps in several goes."""
@@ -69,8 +64,10 @@ class Record(BaseModel):
             raise ValueError(f"{folder}/results.json is not what a run leaves: {error}") from error
 
     def add(self, outcome: Outcome) -> None:
-        """Put it in the place of the part's earlier one."""
-        self.outcomes = [*(each for each in self.outcomes if each.name != outcome.name), outcome]
+        """Put it in the place of the part's earlier one, which stays if there was no time for another."""
+        others = [each for each in self.outcomes if each.name != outcome.name]
+        if outcome.state != "not run" or len(others) == len(self.outcomes):
+            self.outcomes = [*others, outcome]
 
     def write(self, folder: Path) -> None:
         """Write all pages; each is replaced at once, so that who is killed meanwhile leaves the ones before."""
@@ -78,7 +75,9 @@ class Record(BaseModel):
         pages = {
             "results.json": self.model_dump_json(indent=1),
             "summary.md": _summary(self.facts, self.outcomes),
-            "tables.md": "\n\n".join(_tables(self.outcomes)),
+            "tables.md": "\n\n".join(
+                f"# {each.name}: {each.title}\n\n{each.output.strip()}" for each in self.outcomes if not each.tests
+            ),
             "failures.txt": "\n\n".join(_failures(self.outcomes)) or "Nothing has failed.",
         }
         for name, text in pages.items():
@@ -124,7 +123,7 @@ def _summary(facts: dict[str, str], outcomes: Sequence[Outcome]) -> str:
         f"# {facts['gpu']}, {facts['date']}",
         totals or "No test has run.",
         table(["part", "", *_COUNTED, "seconds"], map(_row, outcomes)),
-        *(f"## {title}\n\n{_list(lines)}" for title, lines in lists.items() if lines),
+        *("\n".join([f"## {title}\n", *(f"- {line}" for line in lines)]) for title, lines in lists.items() if lines),
         "Tables: tables.md. Everything else: failures.txt, results.json.",
         facts["versions"],
         f"```\n{facts['nvidia-smi']}\n```",
@@ -147,17 +146,6 @@ def _measured(tests: Iterable[Test]) -> Iterator[str]:
         figures = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in test.measured.items()]
         if figures:
             yield f"`{test.name.rpartition('/')[2]}`: {', '.join(figures)}"
-
-
-def _list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _tables(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    for outcome in outcomes:
-        if not outcome.tests:
-            yield f"# {outcome.name}: {outcome.title}\n\n{outcome.output.strip()}"
-    yield f"# Measured by tests\n\n{_list(_measured(test for outcome in outcomes for test in outcome.tests))}"
 
 
 def _failures(outcomes: Iterable[Outcome]) -> Iterator[str]:

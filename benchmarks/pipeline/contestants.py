@@ -1,4 +1,4 @@
-"""One training step of the same model, batch and split, by smpkit and by torch.distributed.pipelining."""
+"""The same model, batch and split, run by smpkit, by torch.distributed.pipelining and by one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import smpkit.torch as smp
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Step = Callable[[], float | None]
-"""Runs a training step and returns the loss, or None on a rank that does not get it."""
+"""Runs forward and backward, and returns the loss, or None on a rank that does not get it."""
 
 TORCH_SCHEDULES: Mapping[str, tuple[Any, int]] = {
     "1F1B": (Schedule1F1B, 1),
@@ -27,14 +27,12 @@ TORCH_SCHEDULES: Mapping[str, tuple[Any, int]] = {
 """Class and chunks of the model per rank."""
 
 
+@smp.step
 def train(model: Any, loss_of: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
     """Do what `smp.step` runs for each microbatch."""
     loss = loss_of(model(inputs), targets)
     model.backward(loss)
     return loss
-
-
-_train = smp.step(train)
 
 
 def smpkit_model(layers: nn.Sequential, chunks: Sequence[range]) -> smp.DistributedModel:
@@ -49,74 +47,61 @@ def smpkit_model(layers: nn.Sequential, chunks: Sequence[range]) -> smp.Distribu
     return smp.DistributedModel(layers)
 
 
-def smpkit_step(
-    layers: nn.Sequential, chunks: Sequence[range], loss_of: Loss, inputs: Tensor, targets: Tensor, lr: float = 0.0
-) -> Step:
-    """Prepare smpkit's step; the arguments are those of `smpkit_model`, a loss and a batch."""
-    model = smpkit_model(layers, chunks)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr)) if lr else None
-
-    def step() -> float:
-        if optimizer is not None:
-            optimizer.zero_grad()
-        loss = _train(model, loss_of, inputs, targets).reduce_mean()
-        if optimizer is not None:
-            optimizer.step()
-        return float(loss.item())
-
-    return step
+def smpkit_step(model: Any, loss_of: Loss, inputs: Tensor, targets: Tensor) -> Step:
+    return lambda: float(train(model, loss_of, inputs, targets).reduce_mean().item())
 
 
 def torch_step(
-    name: str,
-    layers: nn.Sequential,
-    chunks: Sequence[range],
-    loss_of: Loss,
-    inputs: Tensor,
-    targets: Tensor,
-    *,
-    num_microbatches: int,
-    lr: float = 0.0,
-) -> Step:
-    """Prepare the step of a schedule of torch.distributed.pipelining; `chunks` has one range per stage."""
+    name: str, layers: nn.Sequential, chunks: Sequence[range], loss_of: Loss, batch: Sequence[Tensor], count: int
+) -> tuple[nn.Module, Step]:
+    """Return what this rank has of the model, and the step, of a schedule of torch.distributed.pipelining.
+
+    Args:
+        chunks: one range per stage.
+        count: the number of microbatches.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     kind, per_rank = TORCH_SCHEDULES[name]
     goes_back = kind is ScheduleZBVZeroBubble  # down the ranks and up again: the last stage is on the first rank
     numbers = [rank, 2 * size - 1 - rank] if goes_back else list(range(rank, len(chunks), size))
-    parts = [nn.Sequential(*[layers[index] for index in chunks[number]]) for number in numbers]
+    parts = nn.ModuleList(nn.Sequential(*[layers[index] for index in chunks[number]]) for number in numbers)
     stages = [
         PipelineStage(part, number, len(chunks), torch.device("cpu"))
         for part, number in zip(parts, numbers, strict=True)
     ]
-    schedule = kind(stages if per_rank > 1 else stages[0], num_microbatches, loss_fn=loss_of)
-    parameters = [parameter for part in parts for parameter in part.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr) if lr else None
+    schedule = kind(stages if per_rank > 1 else stages[0], count, loss_fn=loss_of)
+    inputs, targets = batch
 
     def step() -> float | None:
-        if optimizer is not None:
-            optimizer.zero_grad()
         losses: list[Tensor] = []
         last = len(chunks) - 1 in numbers
         schedule.step(*([inputs] if rank == 0 else []), target=targets if last else None, losses=losses)
-        if optimizer is not None:
-            optimizer.step()
         return float(torch.stack(losses).detach().mean()) if last else None
+
+    return parts, step
+
+
+def one_process(model: nn.Module, loss_of: Loss, inputs: Tensor, targets: Tensor, count: int) -> Step:
+    """Return the step of plain PyTorch, over the same microbatches."""
+
+    def step() -> float:
+        losses = []
+        for mine, wanted in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+            loss = loss_of(model(mine), wanted) / count
+            loss.backward()
+            losses.append(loss.detach())
+        return float(torch.stack(losses).sum())
 
     return step
 
 
-def one_process(layers: nn.Sequential, loss_of: Loss, inputs: Tensor, targets: Tensor, *, num: int, lr: float) -> Step:
-    """Prepare the step of plain PyTorch on this rank alone, over the same microbatches."""
-    optimizer = torch.optim.SGD(layers.parameters(), lr)
+def with_update(optimizer: torch.optim.Optimizer, run: Step) -> Step:
+    """Return a whole step."""
 
-    def step() -> float:
+    def step() -> float | None:
         optimizer.zero_grad()
-        losses = []
-        for mine, wanted in zip(inputs.chunk(num), targets.chunk(num), strict=True):
-            loss = loss_of(layers(mine), wanted) / num
-            loss.backward()
-            losses.append(loss.detach())
+        loss = run()
         optimizer.step()
-        return float(torch.stack(losses).sum())
+        return loss
 
     return step

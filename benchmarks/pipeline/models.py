@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -23,23 +24,7 @@ def rest(seconds: float) -> None:
         pass
 
 
-class _Sleep(torch.autograd.Function):
-    """Hands its input on after a sleep, and the gradient after a longer one; costs no CPU time."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        rest(FORWARD_SECONDS)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (weight,) = ctx.saved_tensors
-        rest(BACKWARD_SECONDS)
-        return gradient, torch.ones_like(weight)
-
-
-class _SleepOnWay(torch.autograd.Function):
+class _OnWay(torch.autograd.Function):
     """Sleeps in forward, and in the half of backward that makes the gradient of the input."""
 
     @staticmethod
@@ -54,7 +39,7 @@ class _SleepOnWay(torch.autograd.Function):
         return gradient, None, None
 
 
-class _SleepForWeight(torch.autograd.Function):
+class _ForWeight(torch.autograd.Function):
     """Hands a weight on, and sleeps in the half of backward that makes its gradient."""
 
     @staticmethod
@@ -68,34 +53,38 @@ class _SleepForWeight(torch.autograd.Function):
         return gradient, None
 
 
-def sleep_in_halves(value: Tensor, weight: Tensor, forward_seconds: float, half_seconds: float) -> Tensor:
+class _Both(torch.autograd.Function):
+    """Hands a value on as if it had been multiplied by a weight; costs no CPU time."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return value.data  # torch's zero bubble detaches it in place, which a view does not allow
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return gradient, torch.ones_like(weight)
+
+
+def sleep(value: Tensor, weight: Tensor, forward_seconds: float, half_seconds: float) -> Tensor:
     """Sleep in forward, and in backward once for the gradient of the value and once for that of the weight."""
-    way: Tensor = _SleepOnWay.apply(value, forward_seconds, half_seconds)
-    return way * _SleepForWeight.apply(weight, half_seconds)
+    value = _OnWay.apply(value, forward_seconds, half_seconds)
+    return _Both.apply(value, _ForWeight.apply(weight, half_seconds))
 
 
 class SleepLayer(nn.Module):
-    """One stage: it makes a value of `num_floats` from a small input, or hands such a value on."""
+    """Part of a stage: it makes a value of `num_floats` from a small input, or hands such a value on."""
 
-    def __init__(self, num_floats: int) -> None:
+    def __init__(self, num_floats: int, part: float = 1.0) -> None:
         super().__init__()
-        self.num_floats = num_floats
+        self.num_floats, self.part = num_floats, part
         self.weight = nn.Parameter(torch.ones(1, 1))  # a matrix: gradients of vectors are not worth a second half
 
     def forward(self, value: Tensor) -> Tensor:
         if value.shape[-1] != self.num_floats:
             value = value.new_zeros(1, self.num_floats)
-        return self.sleep(value)
-
-    def sleep(self, value: Tensor) -> Tensor:
-        return _Sleep.apply(value, self.weight)
-
-
-class HalvedSleepLayer(SleepLayer):
-    """Half a stage, whose backward takes as long for its input as for its weight."""
-
-    def sleep(self, value: Tensor) -> Tensor:
-        return sleep_in_halves(value, self.weight, FORWARD_SECONDS / 2, BACKWARD_SECONDS / 4)
+        return sleep(value, self.weight, self.part * FORWARD_SECONDS, self.part * BACKWARD_SECONDS / 2)
 
 
 class Scale(nn.Module):
@@ -199,12 +188,6 @@ def cut(num_layers: int, num_chunks: int) -> list[range]:
     In two chunks of nine: embedding and five blocks, three blocks and the head.
     """
     costs = [0.0, *[1.0] * num_layers, 1.5]
-    total, chunks, start, done = sum(costs), [], 0, 0.0
-    for chunk in range(num_chunks):
-        end = start
-        while end < len(costs) and done + costs[end] / 2 <= total * (chunk + 1) / num_chunks:
-            done += costs[end]
-            end += 1
-        chunks.append(range(start, end))
-        start = end
-    return chunks
+    middles = [end - cost / 2 for end, cost in zip(accumulate(costs), costs, strict=True)]
+    ends = [sum(middle <= sum(costs) * (chunk + 1) / num_chunks for middle in middles) for chunk in range(num_chunks)]
+    return [range(start, end) for start, end in pairwise([0, *ends])]

@@ -1,8 +1,8 @@
-"""Time a dry run and the packing of 10,000 files beside SageMaker's SDK v2, the two taking turns; print a table.
+"""Time a dry run and the packing of 10,000 files beside SageMaker's SDK v2, the two taking turns.
 
 Run it with the Python of an environment that has both smpkit and SDK v2 (`scripts/test-sdk sdk2` makes one).
-`--startup` times `smpkit --help` against the import of click, and the first line of a job's ranks against torchrun and
-mpirun, instead; it needs torch in place of the SDK.
+The part `startup` times `smpkit --help` against the import of click, and the first line of a job's ranks against
+torchrun and mpirun; it needs torch in place of the SDK.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import milliseconds, table, take_turns
+from benchmarks.common import milliseconds, parser, run, table, take_turns
 
 LIMITS = {"request": 3.0, "pack": 2.0}
 """We must be so many times as fast as the SDK."""
-STARTUP_LIMIT = 2.5
-"""`smpkit --help` may take this many times as long as `python -c "import click"`."""
-MPI_SECONDS = 0.7
-"""So much later than under mpirun alone a rank may begin."""
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -46,32 +42,30 @@ distribution:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5, help="runs of each (default: %(default)s)")
-    parser.add_argument("--files", type=int, default=10_000, help="files to pack (default: %(default)s)")
-    parser.add_argument("--startup", action="store_true", help="time `smpkit --help` instead")
-    options = parser.parse_args(arguments)
-    return startup(options.runs) if options.startup else beside_the_sdk(options.runs, options.files)
+def main() -> None:
+    options = parser(__doc__, repetitions=5)
+    options.add_argument("--files", type=int, default=10_000, help="files to pack (default: %(default)s)")
+    run(__file__, options, {"sdk": beside_the_sdk, "startup": startup}, ["sdk"], "Medians of {repetitions} turns, ")
 
 
-def beside_the_sdk(runs: int, files: int) -> int:
-    """Time the request and the packing; print a table, and whether the limits hold."""
-    titles = {"request": "from nothing to the request", "pack": f"packing {files:,} files"}
-    rows, ratios = [], {}
-    with folders(files) as sources:
+def beside_the_sdk(options: argparse.Namespace) -> tuple[str, object]:
+    """Time the request and the packing."""
+    count = 100 if options.quick else options.files
+    titles = {"request": "from nothing to the request", "pack": f"packing {count:,} files"}
+    rows, told = [], []
+    with folders(count) as sources:
         for task, title in titles.items():
             workers = {who: partial(measure, task, who, sources[task]) for who in ("sdk2", "smpkit")}
+            turns = take_turns(workers, options.repetitions)  # the first of all fills the disk cache
             medians = {}
-            for who, measured in take_turns(workers, runs).items():  # the first turn fills the disk cache
+            for who, measured in turns.items():
                 medians[who] = {key: statistics.median(each[key] for each in measured) for key in measured[0]}
                 cpu, wall, peak, size = (medians[who][key] for key in ("cpu", "wall", "peak", "bytes"))
                 rows.append([title, who, f"{cpu:.2f} s", f"{wall:.2f} s", f"{peak / 1024:.0f} MiB", f"{size:,.0f}"])
-            ratios[task] = medians["sdk2"]["cpu"] / medians["smpkit"]["cpu"]
-    print(table(["task", "", "CPU", "wall", "peak memory", "bytes"], rows))
-    told = [f"{titles[task]} {ratios[task]:.1f} times (limit {limit:g})" for task, limit in LIMITS.items()]
-    print(f"\nAs fast as the SDK, by medians of CPU time: **{', '.join(told)}**.")
-    return 0 if all(ratios[task] >= limit for task, limit in LIMITS.items()) else 1
+            ratio = medians["sdk2"]["cpu"] / medians["smpkit"]["cpu"]
+            told.append(f"{title} {ratio:.1f} times (limit {LIMITS[task]:g})")
+    text = table(["task", "", "CPU", "wall", "peak memory", "bytes"], rows)
+    return f"{text}\n\nAs fast as the SDK, by medians of CPU time: **{', '.join(told)}**.", rows
 
 
 @contextmanager
@@ -106,8 +100,8 @@ def measure(task: str, who: str, folder: Path) -> dict[str, float]:
 # --- from a command to its first line ---------------------------------------------------------------------------------
 
 
-def startup(runs: int) -> int:
-    """Time the help page, which should come at once, and the first line of a rank; print tables."""
+def startup(options: argparse.Namespace) -> tuple[str, object]:
+    """Time the help page, which should come at once, and the first line of a rank."""
     beside = Path(sys.executable).parent
     script = shutil.which("smpkit", path=str(beside))
     if script is None:
@@ -124,23 +118,17 @@ def startup(runs: int) -> int:
         ranks["`smpkit run`, over MPI"] = [*ours, "--set", "distribution.mpi.enabled=true"]
     with tempfile.TemporaryDirectory(prefix="smpkit-benchmark-") as folder:
         Path(folder, "rank.py").write_text("import torch\nprint('a line', flush=True)\n")
-        _, click, page = first_lines(pages, runs, folder, b"\n")
-        torchrun, run, *mpi = first_lines(ranks, max(3, runs // 4), folder, b"a line")
-    found = {"help page over click": (page / click, STARTUP_LIMIT), "first line over torchrun": (run / torchrun, 1.0)}
-    if mpi:
-        found["seconds after mpirun"] = (mpi[1] - mpi[0], MPI_SECONDS)
-    for name, (value, limit) in found.items():
-        print(f"{name}: **{value:.2f}** (limit {limit})")
-    return 0 if all(value <= limit for value, limit in found.values()) else 1
-
-
-def first_lines(commands: Mapping[str, list[str]], runs: int, folder: str, text: bytes) -> list[float]:
-    """Let commands take turns, print best and median of the time until `text` comes, and return the medians."""
-    waits = {name: partial(first_line, command, folder, text) for name, command in commands.items()}
-    seconds = take_turns(waits, runs, warm_ups=2)  # which fill the disk cache
+        seconds: dict[str, list[float]] = {}
+        for commands, text, turns in (pages, b"\n", options.repetitions), (ranks, b"a line", options.repetitions // 4):
+            waits = {name: partial(first_line, command, folder, text) for name, command in commands.items()}
+            seconds |= take_turns(waits, max(1, turns), warm_ups=2)  # which fill the disk cache
     rows = [[name, milliseconds([min(times)]), milliseconds(times)] for name, times in seconds.items()]
-    print(table(["command", "best", "median"], rows))
-    return [statistics.median(times) for times in seconds.values()]
+    _, click, page, torchrun, job, *mpi = map(statistics.median, seconds.values())
+    told = f"`--help` takes {page / click:.2f} times as long as click (limit 2.5), a first line"
+    told += f" {job / torchrun:.2f} times as long as torchrun's (limit 1)"
+    if mpi:
+        told += f", and {mpi[1] - mpi[0]:.2f} s longer than mpirun's (limit 0.7 s)"
+    return f"{table(['command', 'best', 'median'], rows)}\n\n{told}.", seconds
 
 
 def first_line(command: list[str], folder: str, text: bytes) -> float:
@@ -155,4 +143,4 @@ def first_line(command: list[str], folder: str, text: bytes) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

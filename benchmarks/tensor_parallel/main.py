@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import smpkit.torch as smp
-from benchmarks.common import milliseconds, parser, ratio, report, table, take_turns
-from benchmarks.ranks import on_ranks, seconds_until_all_are_done
+from benchmarks.common import milliseconds, parser, ratio, run, table
+from benchmarks.ranks import OVER_GLOO, on_ranks, time_steps
 from benchmarks.tensor_parallel.contestants import Block, dtensor_block, dtensor_mlp, mlp, smpkit_block, smpkit_mlp
 from benchmarks.tensor_parallel.counted import counted
 from smpkit.torch.core.runtime import state
@@ -24,18 +24,14 @@ from smpkit.torch.tensor_parallel.layouts import Layout
 LENGTH = 64
 SAMPLES = 4
 """Samples of each rank, or of the batch that all share."""
-WARM_UPS = 5
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = parser(__doc__, repetitions=30).parse_args(arguments)
-    widths = [64] if chosen.quick else [512, 2048] if torch.cuda.is_available() else [64, 512]
-    repetitions = 3 if chosen.quick else chosen.repetitions
-    cells = on_ranks(measure, 2, repetitions, widths)[0]
+def blocks(options: argparse.Namespace) -> tuple[str, object]:
+    """Return a row per block, width and layout between blocks."""
+    widths = [64] if options.quick else [512, 2048] if torch.cuda.is_available() else [64, 512]
+    cells = on_ranks(measure, 2, options.repetitions, widths)[0]
     heads = ["block", "width", "boundary", "smpkit", "DTensor", "ratio of medians (fastest)", "messages", "MiB"]
-    about = f"Medians of {repetitions} steps each, gloo over the loopback interface, "
-    report(__file__, "table", table(heads, map(row, cells)), chosen, cells, about)
-    return 0
+    return table(heads, map(row, cells)), cells
 
 
 def row(cell: dict[str, Any]) -> list[object]:
@@ -69,28 +65,23 @@ def cell(kind: str, width: int, boundary: Layout, mesh: DeviceMesh, repetitions:
     torch.manual_seed(1 + smp.rank() * (boundary is Layout.SHARD_BATCH))
     x = torch.randn(SAMPLES, LENGTH, width).to(state.device)
     torch.testing.assert_close(*[module(x) for module in modules.values()], rtol=1e-3, atol=1e-4)
-    steps = {name: step_of(module, x) for name, module in modules.items()}
-    take_turns(steps, WARM_UPS)
-    traffic = [counted(step) for step in steps.values()]
-    timed = {name: partial(seconds_until_all_are_done, step) for name, step in steps.items()}
+    steps = {name: partial(step, module, x) for name, module in modules.items()}
+    times = time_steps(steps, repetitions)
+    traffic = [counted(each) for each in steps.values()]
     return {
         "kind": kind,
         "width": width,
         "boundary": boundary.value,
-        "times": take_turns(timed, repetitions),
+        "times": times,
         "messages": [sum(each.messages.values()) for each in traffic],
         "bytes": [sum(each.bytes.values()) for each in traffic],
     }
 
 
-def step_of(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    def step() -> None:
-        for parameter in module.parameters():
-            parameter.grad = None
-        module(x.clone().requires_grad_()).sum().backward()
-
-    return step
+def step(module: nn.Module, x: torch.Tensor) -> None:
+    module.zero_grad()
+    module(x.clone().requires_grad_()).sum().backward()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(__file__, parser(__doc__, repetitions=30), {"table": blocks}, about=OVER_GLOO)

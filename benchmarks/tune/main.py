@@ -4,12 +4,11 @@ Ranks share fewer cores on most machines, so the blocks of these models sleep, i
 the samples that they get, and compute little: then stages run beside each other as on machines of their own. What else
 a step takes is real: gloo, the runtime, partition and schedule, and what ranks do awake, for which they do share cores.
 The machine's facts are those that `smpkit calibrate` measures at the start; the rate of compute is that of the sleep.
-
-The first configuration is measured once more at the end: what differs is noise.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
 import os
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from benchmarks.common import parser, report, table
-from benchmarks.pipeline.models import GPTSize, gpt, gpt_loss, sleep_in_halves
-from benchmarks.ranks import seconds_until_all_are_done
+from benchmarks.common import parser, run, table
+from benchmarks.pipeline.models import GPTSize, gpt, gpt_loss, sleep
+from benchmarks.ranks import time_steps
 from smpkit.cli.calibrate import _measure
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import ModelFacts
@@ -45,6 +44,7 @@ WIDTH, CONTEXT, HEADS, LAYERS, VOCABULARY = 64, 32, 4, 8, 32
 FORWARD_SECONDS: Final = 0.012
 """How long a block of the GPT sleeps for a sample; twice as long in backward, and other blocks in proportion."""
 WARM_UPS: Final = 3
+CALIBRATION_SECONDS: Final = 15
 
 
 class Slow(nn.Module):
@@ -60,7 +60,7 @@ class Slow(nn.Module):
         if smp.is_tracing() or not self.seconds:
             return self.inner(value * self.weight)
         seconds = value.shape[0] * self.seconds
-        return self.inner(sleep_in_halves(value, self.weight, seconds, seconds))
+        return self.inner(sleep(value, self.weight, seconds, seconds))
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -197,8 +197,7 @@ def _measure_one(name: str, config: dict[str, Any], seconds: Mapping[str, float]
         _train(model, tokens)
         optimizer.step()
 
-    # Of the fastest step, since other programs only add to it.
-    return min([seconds_until_all_are_done(step) for _ in range(WARM_UPS + steps)][WARM_UPS:])
+    return min(time_steps({"": step}, steps, WARM_UPS)[""])  # other programs only add to it
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -209,8 +208,7 @@ def calibrated(ranks: int, seconds: float) -> Machine:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.json")
         _measure(ranks, seconds, path)
-        found = read_calibration(path)
-    machine = from_calibration(found)
+        machine = from_calibration(read_calibration(path))
     awake = _gpt_flops() / machine.speed.flops_per_second
     taken = []
     for _ in range(20):
@@ -222,52 +220,35 @@ def calibrated(ranks: int, seconds: float) -> Machine:
     return replace(machine, speed=speed, parallel_ranks=ranks, on_host=False)
 
 
-@dataclass(frozen=True)
-class Row:
-    """Seconds of a step with a configuration."""
-
-    config: dict[str, Any]
-    predicted: float
-    measured: float
-
-
-def measured_rows(name: str, configs: Sequence[dict[str, Any]], ranks: int, steps: int, seconds: float) -> list[Row]:
-    """Predict and measure all configurations, the first one twice, once more at the end."""
-    machine = calibrated(ranks, seconds)
+def case(name: str, ranks: int, options: argparse.Namespace) -> tuple[str, object]:
+    """Predict and measure all configurations; return a row for each, the fastest first, and what they come to."""
+    configs = list(configurations(ranks))[: 1 if options.quick else None]
+    machine = calibrated(ranks, 2 if options.quick else CALIBRATION_SECONDS)
     model = describe(partial(build, name), other_sizes=True)
     job = Job({1: model}, machine, ranks, SAMPLES)
-    configs = [*configs, configs[0]]
-    sleeping = sleeps(model, MODELS[name]())
-    fastest = run_ranks(measure_each, ranks, name, configs, sleeping, steps, timeout=60 * len(configs))[0]
-    rows = []
-    for config, measured in zip(configs, fastest, strict=True):
-        checked, _ = ModelParallelConfig.from_sources(config, None)
-        prediction = predict(checked, job)
-        assert isinstance(prediction, Prediction), prediction
-        rows.append(Row(config, prediction.step_seconds, measured))
-    return rows
-
-
-def text_of(rows: Sequence[Row], case: str) -> str:
-    """Return the table, and what it comes to."""
-    *found, again = rows
-    more = again.measured / found[0].measured - 1
-    found.sort(key=lambda row: row.measured)
-    correlation = spearman([row.predicted for row in found], [row.measured for row in found])
-    chosen = min(found, key=lambda row: row.predicted).measured / found[0].measured
-    errors = [abs(row.predicted / row.measured - 1) for row in found]
-    lines = [[f"{row.predicted:.3f} s", f"{row.measured:.3f} s", words(row.config)] for row in found]
-    return (
-        f"{table(['predicted', 'measured', 'configuration'], lines)}\n\n"
-        f"{case}, {len(found)} configurations: Spearman {correlation:.3f}; the chosen one takes {chosen:.3f} × the best"
-        f" measured; median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; the first one took"
-        f" {more:+.1%} when it was measured again."
+    predicted = [predicted_seconds(config, job) for config in configs]
+    arguments = configs, sleeps(model, MODELS[name]()), options.repetitions
+    measured = run_ranks(measure_each, ranks, name, *arguments, timeout=60 * len(configs))[0]
+    rows = sorted(zip(measured, predicted, configs, strict=True), key=lambda row: row[0])
+    chosen, _, _ = min(rows, key=lambda row: row[1])
+    errors = [abs(guess / seconds - 1) for seconds, guess, _ in rows]
+    lines = [
+        [f"{guess:.3f} s", f"{seconds:.3f} s", ", ".join(f"{key} {value}" for key, value in config.items())]
+        for seconds, guess, config in rows
+    ]
+    text = (
+        f"{table(['predicted', 'measured', 'configuration'], lines)}\n\n{name} over {ranks} ranks, {len(rows)}"
+        f" configurations: Spearman {spearman(predicted, measured):.3f}; the chosen one takes"
+        f" {chosen / min(measured):.3f} × the best measured; median error {statistics.median(errors):.1%}, largest"
+        f" {max(errors):.1%}."
     )
+    return text, rows
 
 
-def words(config: Mapping[str, Any]) -> str:
-    """Return a configuration as the table shows it."""
-    return ", ".join(f"{key} {value}" for key, value in config.items() if key != "ddp")
+def predicted_seconds(config: dict[str, Any], job: Job) -> float:
+    prediction = predict(ModelParallelConfig.from_sources(config, None)[0], job)
+    assert isinstance(prediction, Prediction), prediction
+    return prediction.step_seconds
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -281,24 +262,6 @@ def _ranked(values: Sequence[float]) -> list[float]:
     return [sum(each < value for each in values) + (sum(each == value for each in values) - 1) / 2 for value in values]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__)
-    options.add_argument("--model", choices=[*MODELS], action="append", help="default: both")
-    options.add_argument("--ranks", type=int, choices=[4, 8], action="append", help="default: both")
-    options.add_argument("--steps", type=int, default=5, help="counted steps of each (default: %(default)s)")
-    options.add_argument("--seconds", type=float, default=15, help="for the calibration (default: %(default)s)")
-    chosen = options.parse_args(arguments)
-    chosen.dry = True  # a table for each case is too much for the README
-    for name, ranks in product(chosen.model or MODELS, chosen.ranks or (4, 8)):
-        configs = list(configurations(ranks))
-        if chosen.quick:
-            rows = measured_rows(name, configs[:1], ranks, steps=1, seconds=2)
-        else:
-            rows = measured_rows(name, configs, ranks, chosen.steps, chosen.seconds)
-        case = f"{name} over {ranks} ranks"
-        report(__file__, case, text_of(rows, case), chosen, list(map(asdict, rows)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    cases = {f"{name}-{ranks}": partial(case, name, ranks) for name, ranks in product(MODELS, (4, 8))}
+    run(__file__, parser(__doc__, repetitions=5), cases)
