@@ -98,6 +98,7 @@ PARTS: Final[tuple[Part, ...]] = (
         ["-n", "4", "--dist", "worksteal", *(f"tests/transparency/test_{name}.py" for name in _TRANSPARENCY)],
     ),
     _benchmark("activation-offload", "steps of 8192 tokens, all contestants", 170, _TRAINING, "--tokens", "8192"),
+    _benchmark("offload-model", "FairScale's benchmark", 100, "offload_model words", "--repetitions", "1"),
     _benchmark("pipeline-gpt", "a GPT over two ranks", 90, "pipeline gpt"),
     _benchmark("tensor-parallel", "blocks on two ranks", 90, "tensor_parallel"),
     _benchmark("offload-adamw", "AdamW on the host", 100, "offload_model optimizer"),
