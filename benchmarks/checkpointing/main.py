@@ -84,9 +84,10 @@ def share(times: Mapping[str, Sequence[float]], ours: str) -> str:
 def calls(options: argparse.Namespace) -> tuple[str, object]:
     """Return a row per module: what a call takes as it is, and with each checkpoint."""
     torch.set_num_threads(1)
-    turns = 3 if options.quick else options.repetitions
     found = {
-        name: take_turns({who: partial(microseconds, call, module, x) for who, call in CONTESTANTS.items()}, turns)
+        name: take_turns(
+            {who: partial(microseconds, call, module, x) for who, call in CONTESTANTS.items()}, options.repetitions
+        )
         for name, (module, x) in layers().items()
     }
     heads = ["module", *CONTESTANTS, "added / torch's", "with parking"]
