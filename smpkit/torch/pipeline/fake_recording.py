@@ -75,8 +75,10 @@ class LayerOutputs:
 
     def of(self, callee: Callee, mode: object, arguments: Arguments) -> tuple[Any, tuple[Change, ...]] | None:
         """Return the output spec and changes of a call; None if they are not known."""
+        args, kwargs = arguments
+        key = (callee.target, *signature((tuple(args), kwargs)))  # a list would be another signature
         # Any other mode has the call return what a Hugging Face model collects, too.
-        return self._known.get((callee.target, *signature(arguments))) if type(mode) is bool else None
+        return self._known.get(key) if type(mode) is bool else None
 
     def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in((args, kwargs))
