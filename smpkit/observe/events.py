@@ -110,6 +110,8 @@ class StepSpan:
     """Key of the planned schedule; empty if the microbatches ran straight through."""
     start_ns: int
     end_ns: int
+    call: int = -1
+    """Which call of this function, from 0, while `number` counts those of all; -1 in files of an older version."""
 
 
 @dataclass(frozen=True)

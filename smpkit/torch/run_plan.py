@@ -109,7 +109,8 @@ def peak() -> tuple[float, str] | None:
     """
     half = half_of(state.cfg)
     # `runs/<run>` lies beside the job file, and a calibration may, too.
-    measured = measured_flops(Path(folder).parents[1], half) if (folder := os.environ.get(RUN_DIR)) else None
+    folder = os.environ.get(RUN_DIR)
+    measured = measured_flops(Path(folder).absolute().parent.parent, half) if folder else None
     if measured is not None:
         return measured, f"the peak in {CALIBRATION}"
     if devices.is_asynchronous(state.device) and (known := published_flops(devices.device_name(state.device), half)):

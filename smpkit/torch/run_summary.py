@@ -46,8 +46,8 @@ class _Figures:
     rank: RankSummary
     steps: int
     step_seconds: float | None
-    samples: int
-    tokens: int
+    samples: float
+    tokens: float
     gains: tuple[Gain, ...]
 
 
@@ -110,7 +110,7 @@ def summary_of_rank(recorder: Recorder) -> _Figures:
         planned=run_plan.planned(),
     )
     gains = tuple(_gains(recorder, rank))
-    return _Figures(rank, meter.num_steps, meter.step_seconds, meter.samples, meter.tokens, gains)
+    return _Figures(rank, meter.num_steps, meter.step_seconds, *meter.size(), gains)
 
 
 def _gains(recorder: Recorder, rank: RankSummary) -> list[Gain]:

@@ -19,7 +19,7 @@ from smpkit.plan.offload.work import LinkSpeed
 from smpkit.plan.speed import Speed
 from smpkit.torch.core.runtime import state
 from smpkit.torch.describe import describe
-from smpkit.torch.run_plan import planned
+from smpkit.torch.run_plan import peak, planned
 from tests.ranks import run_ranks
 from tests.torch.steps import evaluate
 
@@ -79,6 +79,15 @@ def train(folder: Path | None, config: dict[str, Any], *, evaluates: bool = Fals
             optimizer.step()
         smp.shutdown()
     return losses, len(step_calls), len(inner.calls)
+
+
+@pytest.mark.usefixtures("world")
+def test_the_folder_of_a_run_may_be_named_in_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smp.init({})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RUN_DIR, "run")
+    assert peak() is None
+    smp.shutdown()
 
 
 @pytest.mark.usefixtures("world")

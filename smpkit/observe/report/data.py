@@ -62,18 +62,22 @@ class StepTimes:
     trains: bool
     """Whether it runs backwards."""
     numbers: tuple[int, ...]
+    """Of all step functions' calls, as `smpkit timeline --step` counts them."""
     begin_s: tuple[float, ...]
     """Since `smp.init()`; of the first rank that began."""
     seconds: tuple[float, ...]
     """Of the pipeline that took longest, from its first rank's begin to its last one's end."""
+    calls: tuple[int, ...]
+    """Of this function's calls alone."""
 
     @property
     def per_second(self) -> tuple[float | None, ...]:
-        """Steps per second from the start of each step to that of the next one here; None for the last.
+        """Calls per second from the start of each step to that of the next one here; None for the last.
 
-        Steps between count, whether they were recorded or not; a checkpoint counts as part of the step before it.
+        Calls between count, whether they were recorded or not; evaluation and checkpoints count as time of the step
+        before them.
         """
-        places = pairwise(zip(self.numbers, self.begin_s, strict=True))
+        places = pairwise(zip(self.calls, self.begin_s, strict=True))
         rates = ((n2 - n1) / (t2 - t1) if t2 > t1 else None for (n1, t1), (n2, t2) in places)
         return (*rates, None)
 
@@ -359,7 +363,7 @@ def _shown(value: Any) -> str:
 
 def _step_times(run: Run) -> tuple[StepTimes, ...]:
     """Return the steps of a run by name, in the order of their first call."""
-    rows: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    rows: defaultdict[str, list[tuple[int, float, float, int]]] = defaultdict(list)
     trains: set[str] = set()
     for number in run.steps:
         # Replicas wait for each other where they average gradients only; in evaluation one may be seconds ahead.
@@ -369,7 +373,8 @@ def _step_times(run: Run) -> tuple[StepTimes, ...]:
         length = max(end - begin for begin, end in zip(begins, ends, strict=True))
         first = run.step(0, number)
         name = first.span.name
-        rows[name].append((number, min(begins) * 1e-9, length * 1e-9))
+        call = first.span.call if first.span.call >= 0 else number
+        rows[name].append((number, min(begins) * 1e-9, length * 1e-9, call))
         if any(action.kind != "F" for action in first.actions):
             trains.add(name)
     return tuple(StepTimes(name, name in trains, *zip(*calls, strict=True)) for name, calls in rows.items())

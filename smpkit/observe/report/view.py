@@ -222,7 +222,7 @@ def _data(runs: Sequence[_RunView]) -> dict[str, Any]:
             {
                 "label": run.letter,
                 "curves": [asdict(curve) for curve in run.curves],
-                "pace": None if run.main is None else [run.main.numbers[:-1], run.main.per_second[:-1]],
+                "pace": None if run.main is None else [run.main.calls[:-1], run.main.per_second[:-1]],
                 "steps": [asdict(step) for step in run.steps],
                 "planned": {rank: asdict(kinds) for rank, kinds in run.planned.items()},
             }

@@ -96,6 +96,8 @@ class Recorder:
         self._sampling = sampling
         self._profiler = profiler
         self._recording = sampling.first > 0
+        self._size = 0, 0
+        """Samples and tokens of the latest step that trains."""
         self._executor: RecordedExecutor | None = None
         self._peers = state.group(CommGroup.PP_GROUP)
         self.meter = RunMeter()
@@ -217,8 +219,7 @@ class Recorder:
     def note_training(self, samples: int, tokens: int) -> None:
         """Note that the present step trains, and how much it takes in on this rank; 0 where that is unknown."""
         self._is_training = True
-        if samples:
-            self.meter.samples, self.meter.tokens = samples, tokens
+        self._size = samples, tokens
 
     def end_step(self) -> None:
         """Add the step to the sums of the run, and write its events, after a wait for the GPU."""
@@ -237,7 +238,8 @@ class Recorder:
         if self._writer is not None:
             key = self._schedule_key()
             self._rows.append((Counter, ("memory, bytes", _memory_bytes(), end_ns)))
-            self._rows.append((StepSpan, (self._step, self._name, key, self._began_ns, end_ns)))
+            call = self._sampling.latest(self._name)
+            self._rows.append((StepSpan, (self._step, self._name, key, self._began_ns, end_ns, call)))
             self._write()
             self._profiler.after_step(self._step)
         self._clear()
@@ -291,7 +293,7 @@ class Recorder:
         messages = [(direction, start, end) for direction, _, _, _, start, end in self._messages]
         pipeline = self._executor is not None
         parts = parts_of(self._began_ns, end_ns, actions, messages, self._works, is_pipeline=pipeline)
-        self.meter.add_step(self._began_ns, end_ns, parts)
+        self.meter.add_step(self._began_ns, end_ns, parts, self._size)
         if self.meter.num_steps == WARM_UP + 1:
             # Until its first step, a rank of a pipeline holds the whole model.
             self.most, self._shown = MostHeld(), 0

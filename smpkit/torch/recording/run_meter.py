@@ -50,6 +50,10 @@ class Sampling:
             every *= 10
         return number < self.first or (self.first > 0 and number % every == 0)
 
+    def latest(self, name: str) -> int:
+        """Return the number of this step function's latest call, from 0."""
+        return self._calls[name] - 1
+
 
 @dataclass(frozen=True)
 class StepParts:
@@ -96,9 +100,6 @@ class RunMeter:
         """Seconds since 1970."""
         self.num_steps = 0
         """Training steps so far."""
-        self.samples = 0
-        """In a step of this rank, as of the last one that was recorded; 0 if unknown."""
-        self.tokens = 0
         self._begins_ns: list[int] = []
         """Of the first steps, up to the first one after the warm-up."""
         self._end_ns = 0
@@ -108,19 +109,21 @@ class RunMeter:
         self._is_recorded = False
         """Whether the latest step was."""
 
-    def add_step(self, start_ns: int, end_ns: int, parts: StepParts | None) -> None:
+    def add_step(self, start_ns: int, end_ns: int, parts: StepParts | None, size: tuple[int, int] = (0, 0)) -> None:
         """Add a training step.
 
         Args:
             start_ns, end_ns: of the call; the end is only that of the host's part where the device has work left.
             parts: of a recorded step, whose end is the device's.
+            size: of a recorded step's batch on this rank, in samples and tokens; 0 if unknown.
         """
         self.num_steps += 1
         if self.num_steps <= WARM_UP + 1:
             self._begins_ns.append(start_ns)
         self._end_ns, self._is_recorded = end_ns, parts is not None
         if parts is not None:
-            self._latest().update(steps=1, call=end_ns - start_ns, **vars(parts))
+            samples, tokens = size
+            self._latest().update(steps=1, call=end_ns - start_ns, samples=samples, tokens=tokens, **vars(parts))
 
     def add_optimizer(self, start_ns: int, end_ns: int) -> None:
         """Add the time of the optimizer after the latest step."""
@@ -142,13 +145,25 @@ class RunMeter:
         skipped = WARM_UP if self.num_steps >= 2 * WARM_UP else 0
         return max(1, self._end_ns - self._begins_ns[skipped]) / (self.num_steps - skipped) * 1e-9
 
+    def size(self) -> tuple[float, float]:
+        """Return how many samples and tokens this rank takes in a step on average; 0 if unknown.
+
+        Batches differ: the last one of a data set is often smaller, and texts have any length.
+        """
+        sums = self._averaged()
+        return sums["samples"] / max(1, sums["steps"]), sums["tokens"] / max(1, sums["steps"])
+
+    def _averaged(self) -> Counter[str]:
+        """Return the sums over the recorded steps of which averages are taken."""
+        first, rest = self._sums
+        return rest if self.num_steps >= 2 * WARM_UP and rest else first + rest
+
     def split(self) -> Split:
         """Divide the average step, as the recorded ones were; nothing before the first one."""
         whole = self.step_seconds
         if whole is None:
             return Split()
-        first, rest = self._sums
-        sums = rest if self.num_steps >= 2 * WARM_UP and rest else first + rest
+        sums = self._averaged()
         # A recorded step waits for the device, and so may take longer than the average one.
         seconds = 1e-9 / max(1, sums["steps"])
         seconds *= min(1.0, whole / max(1e-9, seconds * (sums["call"] + sums["optimizer"])))

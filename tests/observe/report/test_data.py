@@ -49,16 +49,16 @@ def _later(event: Event) -> Event:
 
 
 def test_the_function_that_trains_is_the_main_one() -> None:
-    evaluates = StepTimes("evaluate", False, (0, 1), (0.0, 1.0), (9.0, 9.0))
-    trains = StepTimes("train", True, (2,), (2.0,), (1.0,))
+    evaluates = StepTimes("evaluate", False, (0, 1), (0.0, 1.0), (9.0, 9.0), (0, 1))
+    trains = StepTimes("train", True, (2,), (2.0,), (1.0,), (0,))
     assert [data._main_step(times) for times in ([evaluates, trains], [evaluates], [])] == [trains, evaluates, None]
 
 
 def test_a_typical_step_is_shown_first_and_none_twice() -> None:
     seconds = (9.0, 5.0, 5.0, 1.0, 2.0, 4.0)
-    times = StepTimes("train", True, tuple(range(6)), tuple(map(float, range(6))), seconds)
+    times = StepTimes("train", True, tuple(range(6)), tuple(map(float, range(6))), seconds, tuple(range(6)))
     assert list(data._chosen_steps(times).items()) == [(4, "typical"), (5, "slowest"), (0, "first")]
-    assert data._chosen_steps(StepTimes("train", True, (7,), (0.0,), (1.0,))) == {7: "typical"}
+    assert data._chosen_steps(StepTimes("train", True, (7,), (0.0,), (1.0,), (7,))) == {7: "typical"}
 
 
 def test_of_many_the_first_the_last_and_the_busiest_are_shown() -> None:
@@ -154,6 +154,6 @@ def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
         content_of(open_run(str(tmp_path)))
 
 
-def test_steps_that_were_not_recorded_count_in_the_pace() -> None:
-    times = StepTimes("train_step", True, (0, 1, 11), (0.0, 1.0, 6.0), (0.5, 0.5, 0.5))
+def test_steps_that_were_not_recorded_count_in_the_pace_and_evaluation_does_not() -> None:
+    times = StepTimes("train_step", True, (0, 1, 21), (0.0, 1.0, 6.0), (0.5, 0.5, 0.5), (0, 1, 11))
     assert times.per_second == (1.0, 2.0, None)

@@ -24,7 +24,7 @@ from smpkit.torch.recording import recorder
 from tests.models import Does
 from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks
-from tests.torch.steps import train_step, wrap
+from tests.torch.steps import evaluate, train_step, wrap
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -233,13 +233,15 @@ def test_in_the_folder_of_a_run_a_sample_of_the_steps_is_recorded(
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(recorder.EVENTS_STEPS, "3")
     model = wrap(nn.Linear(WIDTH, WIDTH), microbatches=1)
+    evaluate(model, torch.ones(1, WIDTH))
     for _ in range(102):
         train_step(model, torch.ones(1, WIDTH))
     meter = recording().meter
     assert meter.num_steps == 102
     smp.shutdown()
     log = read_events(tmp_path / "events" / "events_0.jsonl")
-    assert [event.number for event in log.events if isinstance(event, StepSpan)] == [0, 1, 2, 50, 100]
+    steps = [(event.number, event.call) for event in log.events if isinstance(event, StepSpan)]
+    assert steps == [(0, 0), (1, 0), (2, 1), (3, 2), (51, 50), (101, 100)]
 
 
 def recording() -> Any:

@@ -61,6 +61,14 @@ def test_the_split_of_the_average_step_adds_up_to_it(recorded: int, count: int) 
     assert (split.stall, split.optimizer) == pytest.approx((0.005, 0.02))
 
 
+def test_the_size_of_a_step_is_the_average_and_not_that_of_the_last_batch() -> None:
+    meter = RunMeter()
+    for number, samples in enumerate((8, 8, 8, 8, 8, 8, 8, 2)):  # a data set's last batch
+        start = number * 100 * MS
+        meter.add_step(start, start + 70 * MS, StepParts(70 * MS, 0, 0, 0, 0), (samples, 10 * samples))
+    assert meter.size() == (7, 70)
+
+
 def test_only_recorded_steps_say_how_a_step_is_divided() -> None:
     meter = RunMeter()
     for number in range(40):
@@ -108,5 +116,5 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
     assert split.optimizer >= 0.015
     assert split.other >= 0.01
     assert split.compute + split.optimizer + split.other == pytest.approx(split.total, rel=0.02)
-    assert meter.samples == 6
+    assert meter.size() == (6, 0)
     smp.shutdown()
