@@ -213,8 +213,18 @@ class ShardedDataParallel(DataParallel):
         """Do nothing: `fully_shard` reduces while backward runs, every time."""
 
     def end_step(self, step: StepProgress) -> None:
+        if step.total_backwards:
+            self._reduce_rest()
         super().end_step(step)
         self._reshard(may_go_backward=not step.detach_outputs)
+
+    def _reduce_rest(self) -> None:
+        """Reduce what blocks got after `fully_shard` took their backward for over.
+
+        It does when it has the gradient of a block's input. That of a gradient penalty comes before the gradients of
+        the other calls of the block, so these would stay on the weights that were gathered, and go with them.
+        """
+        fully_shard.state(self._root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def _end_forward(self, *_: object) -> None:
         if state.step is None:
@@ -232,6 +242,7 @@ class ShardedDataParallel(DataParallel):
                 each.reshard()
 
     def end_accumulation(self) -> None:
+        self._reduce_rest()
         # An update changes the parts. Where blocks stay gathered after a backward, the next forward of one outside of a
         # step would find the weights of before.
         self._reshard(may_go_backward=False)
