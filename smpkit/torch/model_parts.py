@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -40,6 +40,12 @@ from smpkit.torch.tensor_parallel.state_dict import (
 
 NamedParameters = Iterator[tuple[str, nn.Parameter]]
 
+_INSTEAD: Final = {
+    "no_sync": "smp.DistributedModel(model, backward_passes_per_step=count)",
+    "save_pretrained": "smp.save_pretrained(folder)",
+}
+"""What scripts call on a model, and how to write it here."""
+
 
 class ModelParts(nn.Module):
     """A wrapped module, and which of its parts are here. Names are those of the wrapped module."""
@@ -55,9 +61,9 @@ class ModelParts(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module" or not hasattr(self.module, name):
+            if name == "module" or not (name in _INSTEAD or hasattr(self.module, name)):
                 raise
-            there = "smp.save_pretrained(folder)" if name == "save_pretrained" else f"model.get_module().{name}"
+            there = _INSTEAD.get(name, f"model.get_module().{name}")
             raise AttributeError(f"a DistributedModel has no `{name}`: write `{there}`", name=name, obj=self) from None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> NamedParameters:

@@ -301,7 +301,8 @@ class _Resumes(_Original):
 
     create_optimizer = compute_loss = None
 
-    def _save_rng_state(self, _folder: str) -> None: ...
+    def _save_rng_state(self, folder: str) -> None:
+        Path(folder, f"rng_state_{smp.dp_rank()}.pth").touch()
 
     def _load_rng_state(self, _folder: str) -> None: ...
 
@@ -322,6 +323,17 @@ def test_dropout_goes_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
     assert not torch.equal(draw(model).concat(), drawn)
     trainer._load_rng_state(str(tmp_path))
     assert torch.equal(draw(model).concat(), drawn)
+
+
+@on_ranks(2)
+def test_each_rank_with_data_of_its_own_saves_its_random_state(tmp_path: Path) -> None:
+    # Without `prescaled_batch` tensor-parallel ranks draw the masks of their own batches.
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    trainer: Any = _ResumesDropout(nn.Linear(1, 1))
+    trainer.model_wrapped = smp.DistributedModel(nn.Dropout())
+    trainer._save_rng_state(str(tmp_path))
+    smp.barrier()
+    assert {file.name for file in tmp_path.glob("rng*")} == {"rng_state_0.pth", "rng_state_1.pth"}
 
 
 class _LoadsStates(_Original):
@@ -357,6 +369,18 @@ def test_each_rank_loads_its_own_file_of_optimizer_states(tmp_path: Path) -> Non
     smp.barrier()
     trainer._load_optimizer_and_scheduler(tmp_path)
     assert trainer.optimizer == {"rank": smp.rank()}
+
+
+@on_ranks(2)
+def test_the_states_of_another_part_of_the_weights_are_refused(tmp_path: Path) -> None:
+    # A job that is killed while it saves may leave replica 0's file, whose parts have the same shapes.
+    smp.init({"ddp": True, "sharded_data_parallel_degree": 2})
+    trainer: Any = _LoadsAllStates(nn.Linear(1, 1))
+    if smp.rank() == 0:
+        smp.save({"step": 1}, tmp_path / "optimizer.pt")
+    smp.barrier()
+    with pytest.raises(CheckpointError, match=r"are optimizer.pt_0, but .* read optimizer.pt_0, optimizer.pt_0_0_1"):
+        trainer._load_optimizer_and_scheduler(tmp_path)
 
 
 @on_ranks(1)

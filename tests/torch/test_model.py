@@ -57,8 +57,12 @@ class Generating(Net):
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("generate", r"model.get_module\(\).generate"), ("save_pretrained", r"smp.save_pretrained\(folder\)")],
-    ids=["generate", "save_pretrained"],
+    [
+        ("generate", r"model.get_module\(\).generate"),
+        ("save_pretrained", r"smp.save_pretrained\(folder\)"),
+        ("no_sync", r"smp.DistributedModel\(model, backward_passes_per_step=count\)"),  # of torch's DDP
+    ],
+    ids=["generate", "save_pretrained", "no_sync"],
 )
 def test_what_the_users_model_has_is_named_where_it_is(name: str, instead: str) -> None:
     model = wrap(Generating())

@@ -171,8 +171,10 @@ class SmpTrainer:
             save(self.optimizer.local_state_dict(), Path(output_dir, _OPTIMIZER), v3=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
+        # One rank of those with the same data, which would write the same file, and have the same random state.
+        if state.mp_rank == 0 if state.cfg.prescaled_batch else state.pp_rank == 0:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if state.mp_rank == 0:
             _streams_in(output_dir).write_text(json.dumps(dict(self.model_wrapped.random_state())), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -222,6 +224,8 @@ def _check_states_of_all_ranks(checkpoint: str) -> None:
     """Refuse optimizer states saved with other degrees: each rank loads its own file, and what others hold is lost."""
     here = {file.name for file in Path(checkpoint).glob(f"{_OPTIMIZER}*")}
     own = [Path(name).name for name in names_to_load(f"{Path(checkpoint, _OPTIMIZER)}")]
+    if state.rdp_rank > 0 and state.cfg.sharded_data_parallel_degree > 1:
+        del own[1:]  # the file without a replica's number has replica 0's part, of the same shapes
     found = next((name for name in own if name in here), None)
     answers = allgather((here, found, own[0]), CommGroup.WORLD)
     there = {name for each, _, _ in answers for name in each}  # none: `save_only_model`
@@ -230,7 +234,8 @@ def _check_states_of_all_ranks(checkpoint: str) -> None:
         expected = ", ".join(sorted({name or wanted for _, name, wanted in answers}))
         raise CheckpointError(
             f"the optimizer states in `{checkpoint}` are {names}, but the ranks of this job read {expected}",
-            hint="resume with the degrees that saved it, or train anew from its weights: `from_pretrained` reads them",
+            hint="resume with the degrees that saved it, from an earlier checkpoint if the job ended while it saved"
+            " this one, or train anew from its weights: `from_pretrained` reads them",
         )
 
 
