@@ -201,8 +201,9 @@ class Matching(Stack):
         for layer in self.layers[1:]:
             x = layer(x)
         with torch.no_grad():
-            best = first.flatten(1)[0].argmax()
-        return x + first * best
+            row = x[0]
+            nearest = torch.cdist(first, x).argmin(1) + (first[0] * row).argmax() * 0
+        return x * first[nearest] * row
 
 
 def summing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -239,6 +240,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
     "fresh tensors that values of layers fill": (Filling, mse_step, EVENLY),
     "fresh tensors, randomly placed": (Filling, mse_step, SPLIT),
     "a fresh tensor that is filled in a loop over time": (Decoding, mse_step, EVENLY),
+    "values and views without gradients, from several ranks": (Matching, mse_step, EVENLY),
     "views without gradients of a value from an earlier visit": (
         Matching,
         mse_step,

@@ -87,8 +87,9 @@ class BackwardWork:
         leaf = value.requires_grad_()
         # Autograd does not count this as a view. Nobody else uses the data, so its version counter need not be shared.
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
-        if result.stride() != leaf.stride():
-            # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec.
+        if result.stride() != transfer.spec.stride or not result.requires_grad:
+            # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec. And under
+            # no_grad the result has no graph, which code outside of the no_grad may need later.
             result = mutable_alias(leaf)
         self._segments[transfer.target_segment].receives.append((leaf, result, transfer))
         return result
@@ -173,11 +174,12 @@ def _detached_error(transfer: P2PTransfer) -> UsageError:
     )
 
 
-def _edge_of(value: torch.Tensor) -> GradientEdge:
+def _edge_of(value: torch.Tensor) -> GradientEdge | None:
     """Return the edge where the gradient of a value enters its graph, and keep that graph alive."""
     node = value.grad_fn
     if node is None:
-        return get_gradient_edge(value)
+        # A view made under no_grad says that it needs a gradient, since its base does, but has no graph.
+        return None if value._is_view() else get_gradient_edge(value)
     if isinstance(node, _PythonNode):
         # The node of a view keeps it alive. So does `get_gradient_edge`, which also keeps the activation.
         node = value.view_as(value).grad_fn

@@ -399,7 +399,7 @@ class Microbatch:
         assert value is not None, "only the owner of a value is asked for its data"
         if self.changes.missed:
             self.changes.check(value)
-        if tensor.segment != segment and value.requires_grad:
+        if tensor.segment != segment and not value.is_leaf:
             return self.backward_work.cut(value, tensor.segment, segment)
         return value
 

@@ -196,6 +196,9 @@ def describe_difference(left: Any, right: Any) -> str:
     """Return the first difference of two output specs, for an error."""
     for first, now in zip(_leaves_in(left), _leaves_in(right), strict=False):
         if not has_same_specs(first, now):
+            if isinstance(first, TensorSpec) and str(first) == str(now):
+                what = "stride" if first.stride != now.stride else "requires_grad"
+                return f"{first} with {what}={getattr(first, what)} the first time and {getattr(now, what)} now"
             return f"{first} the first time and {now} now"
     return "another structure than before"
 

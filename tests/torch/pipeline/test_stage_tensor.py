@@ -21,7 +21,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.core.tensor_spec import TensorSpec, spec_of, tensors_in
 from smpkit.torch.pipeline.messages import Message
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.outputs import MISSING, infer_output, with_strides_of
+from smpkit.torch.pipeline.outputs import MISSING, describe_difference, infer_output, with_strides_of
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
@@ -435,3 +435,15 @@ def test_a_result_gets_the_strides_that_were_inferred_and_keeps_its_graph() -> N
     assert torch.equal(gradient, torch.ones_like(x))
     assert with_strides_of(spec_of(x), x) is x
     assert with_strides_of(spec_of(x), (x, x)) == (x, x)  # more than was inferred: the caller says so
+
+
+@pytest.mark.parametrize(
+    ("now", "difference"),
+    [
+        (X.t().contiguous().t(), "float64[2, 3] with stride=(3, 1) the first time and (1, 2) now"),
+        (X.clone().requires_grad_(), "float64[2, 3] with requires_grad=False the first time and True now"),
+        (X[:1], "float64[2, 3] the first time and float64[1, 3] now"),
+    ],
+)
+def test_a_difference_beside_the_shape_is_named(now: Tensor, difference: str) -> None:
+    assert describe_difference((spec_of(X),), (spec_of(now),)) == difference
