@@ -172,7 +172,8 @@ class SmpTrainer:
 
     def _save_rng_state(self, output_dir: str) -> None:
         # One rank of those with the same data, which would write the same file, and have the same random state.
-        if state.mp_rank == 0 if state.cfg.prescaled_batch else state.pp_rank == 0:
+        rank = state.mp_rank if state.cfg.prescaled_batch else state.pp_rank
+        if rank == 0:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
         if state.mp_rank == 0:
             _streams_in(output_dir).write_text(json.dumps(dict(self.model_wrapped.random_state())), encoding="utf-8")

@@ -160,7 +160,7 @@ class Executor:
         """Record the first microbatch of a kind of step, which runs straight through all ranks, and plan the step."""
         microbatch, kept = step.microbatches[0], _kept_tensors(self.stage)
         with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
-            step.run_action(Kind.FORWARD, 0, step.microbatches[0])
+            step.run_action(Kind.FORWARD, 0, microbatch)
         # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
         reserve(self.stage, step.outputs[0], count)
         kind.footprint = offloader.current().footprint()
@@ -276,7 +276,10 @@ class _Step:
         try:
             if kind is Kind.FORWARD:
                 Current.microbatch = microbatch
-                self._resume(microbatch) if self._suspends else self._run(microbatch)
+                if self._suspends:
+                    self._resume(microbatch)
+                else:
+                    self._keep_output(microbatch, self.body(microbatch.index))
             elif kind is Kind.BACKWARD:
                 microbatch.backward_work.run(segment, is_split)
             else:
@@ -294,10 +297,6 @@ class _Step:
             microbatch.release()
             if kind is Kind.WEIGHT:
                 drop_graph(self.outputs.get(microbatch.index))
-
-    def _run(self, microbatch: Microbatch) -> None:
-        """Run a microbatch's forward from end to end."""
-        self._keep_output(microbatch, self.body(microbatch.index))
 
     def _resume(self, microbatch: Microbatch) -> None:
         """Run the next segment of a microbatch's forward, which has a thread of its own."""
