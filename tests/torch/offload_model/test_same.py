@@ -505,7 +505,7 @@ ROWS = {
     "gradients that are kept": Row(layers, keep_gradients, tolerance=0),
     "two forwards before a backward": Row(layers, forward_twice, tolerance=0),
     "a graph that is kept": Row(layers, backward_twice),
-    "a graph that is kept, microbatches": Row(layers, backward_twice, {"num_microbatches": 3}, 1e-5),
+    "a graph that is kept, microbatches": Row(layers, backward_twice, {"num_microbatches": 3}),
     "tasks in turn": Row(Tasks, train_tasks_in_turn, {"layers": ["trunk"]}, 0),
     "tasks in turn, heads in a slice": Row(Tasks, train_tasks_in_turn, {"layers": ["trunk", "heads"]}, 0),
     "a failed backward, cleared": Row(Tasks, clear_after_a_failure, {"layers": ["trunk"]}, 0),
@@ -521,9 +521,9 @@ ROWS = {
     },
     "width one": Row(thin, pass_rows(7), {"num_microbatches": 3}),
     "several inputs": Row(joining, several_inputs, given=in_sequence),
-    "several inputs, microbatches": Row(joining, several_inputs, {"num_microbatches": 3}, 1e-5, given=in_sequence),
+    "several inputs, microbatches": Row(joining, several_inputs, {"num_microbatches": 3}, given=in_sequence),
     "a list of pieces": Row(pieces, tuples, given=list),
-    "a list of pieces, microbatches": Row(pieces, tuples, {"num_microbatches": 3}, 1e-5, given=list),
+    "a list of pieces, microbatches": Row(pieces, tuples, {"num_microbatches": 3}, given=list),
     "traced pieces": Row(traced, trained(torch.optim.SGD), {"num_microbatches": 5}, given=list),
     "traced pieces under autocast": Row(traced, autocast, given=list),
     "traced pieces under autocast, microbatches": Row(traced, autocast, {"num_microbatches": 5}, 1e-2, given=list),
@@ -584,8 +584,14 @@ ROWS = {
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("name", ROWS)
-def test_a_script_trains_it_as_the_plain_model(checkpoint: bool, name: str) -> None:
+def test_a_script_trains_it_as_the_plain_model(checkpoint: bool, name: str, request: pytest.FixtureRequest) -> None:
     row = ROWS[name]
+    tolerance = row.tolerance
+    if "num_microbatches" in row.options and row.script is not autocast:
+        # Some machines' kernels round float32 otherwise where there are fewer rows.
+        torch.set_default_dtype(torch.float64)
+        request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+        tolerance = 1e-12
     torch.manual_seed(0)
     plain = row.build()
     model = OffloadModel(row.given(copy.deepcopy(plain)), "cpu", checkpoint_activation=checkpoint, **row.options)
@@ -600,5 +606,5 @@ def test_a_script_trains_it_as_the_plain_model(checkpoint: bool, name: str) -> N
         assert (ours is None) == (theirs is None)
         if theirs is not None:
             torch.testing.assert_close(
-                ours.to_dense(), theirs.to_dense(), rtol=0, atol=row.tolerance, check_dtype=False, equal_nan=True
+                ours.to_dense(), theirs.to_dense(), rtol=0, atol=tolerance, check_dtype=False, equal_nan=True
             )
