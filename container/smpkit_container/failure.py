@@ -242,7 +242,7 @@ def _whereabouts(doing: RankStatus) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Name ranks: `rank 3`, `ranks 0, 1, 3`, and for many, `ranks 0–6, 8`."""
-    runs = groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0])  # which neighbours have in common
+    runs = groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])  # which neighbours have in common
     spans = [[rank for _, rank in run] for _, run in runs]
     words = [f"{span[0]}–{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(words)}"

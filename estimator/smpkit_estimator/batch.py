@@ -456,7 +456,7 @@ def status_of(job: Object, failures: Sequence[tuple[datetime, str]], now: dateti
     created = _time(job.get("createdAt")) or now
     # A job that waits for its next attempt has the time at which the last one began.
     started = _time(job.get("startedAt")) if over or phase in ("Training", "Stopping") else None
-    environment = {each["name"]: each["value"] for each in _container(job).get("environment", ())}
+    environment = {variable["name"]: variable["value"] for variable in _container(job).get("environment", ())}
     places = json.loads(environment.get(names.PLACES, "{}"))
     bare = JobStatus(
         name=job["jobName"],

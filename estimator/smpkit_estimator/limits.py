@@ -19,8 +19,8 @@ def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
     Args:
         shape: botocore's shape of the request (`aws.request_shape`).
     """
-    problems = (replace(each, path=place_of(each.path, body)) for each in _violations((), body, shape))
-    return [each if each.hint else replace(each, hint=hint_for(each.path)) for each in problems]
+    problems = (replace(problem, path=place_of(problem.path, body)) for problem in _violations((), body, shape))
+    return [problem if problem.hint else replace(problem, hint=hint_for(problem.path)) for problem in problems]
 
 
 def _violations(path: KeyPath, value: Any, shape: Any) -> Iterator[Problem]:

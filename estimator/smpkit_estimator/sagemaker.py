@@ -249,7 +249,7 @@ def open_sagemaker(access: Access) -> SageMaker:
 
 def _plan(sent: TrainingPlan, notes: tuple[str, ...] = ()) -> Plan:
     body = sent.body
-    kinds = " + ".join(f"{each.instance_count} × {each.instance_type}" for each in _machines_of(body))
+    kinds = " + ".join(f"{group.instance_count} × {group.instance_type}" for group in _machines_of(body))
     return Plan(
         name=body["TrainingJobName"],
         machines=f"{kinds}, spot" if body.get("EnableManagedSpotTraining") else kinds,

@@ -33,9 +33,9 @@ def not_for_schedulers(job: JobConfig, name: str | None = None) -> Iterator[Prob
     """Yield the settings that only SageMaker can follow, a name that is none, and degrees that fit no hosts."""
     if name is not None and (wrong := wrong_job_name(name)) is not None:
         yield Problem(("name",), *wrong)
-    for channel, each in job.inputs.items():
-        if each.mode == "Pipe" or each.sharded:
-            what = "mode" if each.mode == "Pipe" else "sharded"
+    for channel, source in job.inputs.items():
+        if source.mode == "Pipe" or source.sharded:
+            what = "mode" if source.mode == "Pipe" else "sharded"
             yield Problem(("inputs", channel, what), "is SageMaker's: hosts read folders as they are", "remove it")
     per_host = job.distribution.processes_per_host
     if per_host is not None and not job.is_shell_script:
@@ -49,7 +49,7 @@ def place_problems(job: JobConfig, mounts: Sequence[str], where: str) -> Iterato
     Args:
         where: the key of the job file that has the volumes.
     """
-    places: dict[KeyPath, str | None] = {("inputs", name): each.uri for name, each in job.inputs.items()}
+    places: dict[KeyPath, str | None] = {("inputs", name): source.uri for name, source in job.inputs.items()}
     if job.output is not None:
         places["output",] = job.output
     if job.checkpoints is not None:
@@ -92,12 +92,12 @@ def config_files(job: JobConfig, sent: Mapping[str, str]) -> dict[str, Mapping[s
     """Return the contents of `hyperparameters.json`, which are `sent`, and of `inputdataconfig.json`."""
     channels = {
         channel: {
-            "TrainingInputMode": each.mode or job.input_mode,
+            "TrainingInputMode": source.mode or job.input_mode,
             "S3DistributionType": "FullyReplicated",
             "RecordWrapperType": "None",
-            **({"ContentType": each.content_type} if each.content_type else {}),
+            **({"ContentType": source.content_type} if source.content_type else {}),
         }
-        for channel, each in job.inputs.items()
+        for channel, source in job.inputs.items()
     }
     return {"hyperparameters": sent, "inputdataconfig": channels}
 
@@ -152,7 +152,7 @@ def without_none(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def places_in_volumes(job: JobConfig, name: str) -> dict[str, str]:
     """Return where a job's folders below `/opt/ml` lie in its volumes."""
-    inputs = {f"input/data/{channel}": str(each.uri) for channel, each in job.inputs.items()}
+    inputs = {f"input/data/{channel}": str(source.uri) for channel, source in job.inputs.items()}
     output = f"{job.output.rstrip('/')}/{name}" if job.output is not None else None
     return inputs | result_places(output, job.checkpoints.uri if job.checkpoints is not None else None)
 

@@ -179,8 +179,8 @@ def as_plain(planned: Planned) -> dict[str, Any]:
         "shared_parameters": plan.model.shared_parameters,
         "stages": stages,
         "graph": None if plan.recorded is None else asdict(plan.recorded),
-        "offload": [asdict(each) for each in plan.forecasts],
-        "features": [asdict(each) for each in planned.features],
+        "offload": [asdict(forecast) for forecast in plan.forecasts],
+        "features": [asdict(feature) for feature in planned.features],
     }
 
 
@@ -284,10 +284,10 @@ def _values(recorded: RecordedGraph | None) -> Iterator[str]:
 
 def _memory(planned: Planned, asked: Asked) -> Iterator[str]:
     memories = planned.plan.memory
-    unit, size = unit_of_table(each.total_bytes for each in memories)
+    unit, size = unit_of_table(memory.total_bytes for memory in memories)
     kinds = {asked.optimizer if kind == "states" else kind: name for kind, name in MEMORY_KINDS.items()}
     for kind in ("gathered", "masters", "host"):
-        if kind == "host" or not any(getattr(each, kinds[kind]) for each in memories):
+        if kind == "host" or not any(getattr(memory, kinds[kind]) for memory in memories):
             del kinds[kind]
     kinds["total"] = "total_bytes"
     limited = [f"of {asked.memory_gib:g} GiB"] if asked.memory_gib is not None else []
@@ -312,12 +312,18 @@ def _offloading(planned: Planned, asked: Asked) -> Iterator[str]:
     horizon = planned.world.parameters.activation_loading_horizon
     speeds = f"over a link of {asked.link_gbs:g} GB/s each way, by devices of {asked.tflops:g} TFLOP/s"
     yield f"offload   at horizon {horizon}, {speeds}"
-    unit, size = unit_of_table(max(each.resident_bytes, each.out_bytes) for each in planned.plan.forecasts)
+    unit, size = unit_of_table(max(forecast.resident_bytes, forecast.out_bytes) for forecast in planned.plan.forecasts)
     rows = [[unit, "boundaries", "on device", "on host", "out", "back", "stalls", "of a step of"]]
-    for stage, each in enumerate(planned.plan.forecasts):
-        sizes = (each.resident_bytes, each.device_bytes, each.host_bytes, each.out_bytes, each.back_bytes)
+    for stage, forecast in enumerate(planned.plan.forecasts):
+        sizes = (
+            forecast.resident_bytes,
+            forecast.device_bytes,
+            forecast.host_bytes,
+            forecast.out_bytes,
+            forecast.back_bytes,
+        )
         cells = [f"{num_bytes / size:.2f}" for num_bytes in sizes]
-        rows.append([f"stage {stage}", *cells, seconds(each.stall_seconds), seconds(each.step_seconds)])
+        rows.append([f"stage {stage}", *cells, seconds(forecast.stall_seconds), seconds(forecast.step_seconds)])
     yield from table(rows, width())
 
 
@@ -326,9 +332,11 @@ def _features(known: Sequence[Feature]) -> Iterator[str]:
     if not known:
         return
     rows = [["features", "saved on the fullest rank", "on the host", "time per sample"]]
-    for each in known:
-        host = f"+{amount(each.host_bytes)}" if each.host_bytes else ""
-        rows.append([f"{each.setting}{' (on)' * each.is_on}", amount(each.saved_bytes), host, f"{each.cost:+.1%}"])
+    for saving in known:
+        host = f"+{amount(saving.host_bytes)}" if saving.host_bytes else ""
+        rows.append(
+            [f"{saving.setting}{' (on)' * saving.is_on}", amount(saving.saved_bytes), host, f"{saving.cost:+.1%}"]
+        )
     yield from table(rows, width())
 
 
@@ -364,7 +372,7 @@ def _remedy(planned: Planned) -> str:
     if change is not None:
         peak = f"{amount(change.peak_bytes)} on the fullest rank"
         return f"`{change.setting}` makes it fit: {peak}, and a sample takes {change.cost:+.1%}"
-    useful = [each for each in planned.features if not each.is_on and each.saved_bytes > 0]
+    useful = [feature for feature in planned.features if not feature.is_on and feature.saved_bytes > 0]
     if not useful:
         return "raise `pipeline_parallel_degree`, or lower `active_microbatches`"
     most = useful[0].setting
@@ -378,13 +386,13 @@ def _advise_offloading(planned: Planned) -> None:
     if model.traced and not model.has_boundaries:
         _console.warn("`offload_activations` has nothing to offload: no layer of the model is checkpointed")
         _console.hint("let the factory call `smp.set_activation_checkpointing` on the layers, as the script does")
-    slow = [each for each in planned.plan.forecasts if each.stall_seconds > _WORTH * each.step_seconds]
+    slow = [forecast for forecast in planned.plan.forecasts if forecast.stall_seconds > _WORTH * forecast.step_seconds]
     if not slow:
         return
-    enough = max(each.sufficient_horizon for each in slow)
+    enough = max(forecast.sufficient_horizon for forecast in slow)
     horizon = planned.world.parameters.activation_loading_horizon
     if horizon != "auto" and enough > horizon:
         _console.hint(f"`activation_loading_horizon: {enough}` stalls less")
     else:
-        rate = max(each.needed_bytes_per_second for each in slow)
+        rate = max(forecast.needed_bytes_per_second for forecast in slow)
         _console.hint(f"copies take longer than the forward of their layer; a link of {rate / 1e9:.1f} GB/s hides them")

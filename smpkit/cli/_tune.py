@@ -70,12 +70,12 @@ def run(
     job = Job(models, facts, ranks, samples, optimizer)
     if not world.parameters.auto_partition:
         _console.warn("places by hand are for one pipeline degree; others are searched, cut automatically")
-    given = world.parameters.given()
-    result = search(job, given, budget_seconds=seconds)
+    parameters = world.parameters.given()
+    result = search(job, parameters, budget_seconds=seconds)
     if as_json:
-        _console.print_json(_as_plain(world.name, job, result, given, top))
+        _console.print_json(_as_plain(world.name, job, result, parameters, top))
     else:
-        click.echo("\n".join(_report(world.name, job, result, given, top)))
+        click.echo("\n".join(_report(world.name, job, result, parameters, top)))
     if not result.best:
         raise _nothing_fits(result)
     if own is not None:
@@ -157,7 +157,7 @@ def _models(world: World, target: str, machine: Machine, ranks: int) -> dict[int
         raise UsageError(f"`{target}` returns no arguments, so compute and activations are unknown", hint=hint)
     # A model of which nothing is divided gains nothing from tensor-parallel ranks.
     pairs = zip(degrees[1:], divided, strict=True)
-    return {1: whole} | {n: model for n, model in pairs if any(each.pieces for each in model.tensors.values())}
+    return {1: whole} | {n: model for n, model in pairs if any(tensor.pieces for tensor in model.tensors.values())}
 
 
 def _samples(config: ModelParallelConfig, models: Mapping[int, ModelFacts], ranks: int) -> int:
@@ -189,15 +189,15 @@ def _write(file: Path, written: Mapping[str, Any], best: Prediction) -> None:
     _console.note(f"Changed {place}: {words}{'; removed ' + ', '.join(sorted(gone)) if gone else ''}")
 
 
-def _changes(best: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:
+def _changes(best: Prediction, parameters: Mapping[str, Any]) -> dict[str, Any]:
     values = best.config.given()
-    return {key: value for key, value in values.items() if key not in given or given[key] != value}
+    return {key: value for key, value in values.items() if key not in parameters or parameters[key] != value}
 
 
 # --- in tables --------------------------------------------------------------------------------------------------------
 
 
-def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> Iterator[str]:
+def _report(name: str, job: Job, result: SearchResult, parameters: Mapping[str, Any], top: int) -> Iterator[str]:
     """Yield a ranking, what the first of it takes and sets, and why others were ruled out."""
     model = next(iter(job.models.values()))
     where = f"{things(job.ranks, 'rank')} on {things(job.hosts, 'host')}"
@@ -211,7 +211,7 @@ def _report(name: str, job: Job, result: SearchResult, given: Mapping[str, Any],
         yield ""
         yield from _ranking(result, result.distinct[:top])
         yield ""
-        yield from _details(result.best[0], job, given)
+        yield from _details(result.best[0], job, parameters)
     if result.ruled_out:
         yield ""
         yield from _ruled_out(list(result.ruled_out.items()))
@@ -226,7 +226,7 @@ def _notes(job: Job) -> list[str]:
 def _ranking(result: SearchResult, best: Sequence[Prediction]) -> Iterator[str]:
     head = ["", "pp×tp×dp", "shared", "microbatches", "schedule", "layers", "step", "tokens/s"]
     rows = [[*head, "bubble", "communication", "stall", "memory", "limited by"]]
-    rows += [[str(number), *_cells(each)] for number, each in enumerate(best, 1)]
+    rows += [[str(number), *_cells(prediction)] for number, prediction in enumerate(best, 1)]
     if isinstance(result.present, Prediction):
         rows.append(["as it is", *_cells(result.present)])
     yield from table(rows, width())
@@ -234,32 +234,34 @@ def _ranking(result: SearchResult, best: Sequence[Prediction]) -> Iterator[str]:
         yield f"as it is, the job has no step: {result.present.reason}"
 
 
-def _cells(each: Prediction) -> list[str]:
-    config, mesh, step = each.config, each.plan.mesh, each.step_seconds
+def _cells(prediction: Prediction) -> list[str]:
+    config, mesh, step = prediction.config, prediction.plan.mesh, prediction.step_seconds
     shared = "states" if config.shard_optimizer_state else "–"
     if config.sharded_data_parallel_degree > 1:
         shared = f"all/{config.sharded_data_parallel_degree}"
     chunks = f" ×{config.virtual_pipeline_degree}" if config.virtual_pipeline_degree > 1 else ""
-    names = sorted(map(str, each.choices.values()))
+    names = sorted(map(str, prediction.choices.values()))
     return [
         f"{mesh.pp_size}×{mesh.tp_size}×{mesh.rdp_size}",
         shared,
-        f"{config.microbatches} of {each.samples_per_microbatch}",
+        f"{config.microbatches} of {prediction.samples_per_microbatch}",
         "–" if mesh.pp_size == 1 else f"{config.pipeline}{chunks}",
         ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "–",
         seconds(step),
-        f"{each.tokens_per_second:,.0f}",
-        *(f"{each.parts[name] / step:.0%}" for name in ("bubble", "communication", "stall")),
-        amount(peak_of(each.plan)),
-        each.binds,
+        f"{prediction.tokens_per_second:,.0f}",
+        *(f"{prediction.parts[name] / step:.0%}" for name in ("bubble", "communication", "stall")),
+        amount(peak_of(prediction.plan)),
+        prediction.binds,
     ]
 
 
-def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[str]:
+def _details(best: Prediction, job: Job, parameters: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the first one takes, holds and sets."""
     usable = usable_bytes(job.machine)
     yield from fold("step      ", [f"{name} {seconds(length)}" for name, length in best.parts.items()], width(), " · ")
-    kinds = {name: kind for name, kind in MEMORY_KINDS.items() if any(getattr(each, kind) for each in best.plan.memory)}
+    kinds = {
+        name: kind for name, kind in MEMORY_KINDS.items() if any(getattr(stage, kind) for stage in best.plan.memory)
+    }
     unit, size_of_unit = unit_of_table(memory.total_bytes for memory in best.plan.memory)
     rows = [[unit, *kinds, "total", f"of {amount(usable)}"]]
     for stage, memory in enumerate(best.plan.memory):
@@ -272,7 +274,7 @@ def _details(best: Prediction, job: Job, given: Mapping[str, Any]) -> Iterator[s
     yield from fold("layers    ", [*_layer_lines(best.choices), f"({proven})"], width(), "; ")
     settings = [
         f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in _changes(best, given).items()
+        for key, value in _changes(best, parameters).items()
     ]
     yield from fold("settings  ", settings or ["as they are"], width())
 
@@ -309,7 +311,7 @@ def _ruled_out(reasons: Sequence[tuple[str, int]]) -> Iterator[str]:
 # --- for programs -----------------------------------------------------------------------------------------------------
 
 
-def _as_plain(name: str, job: Job, result: SearchResult, given: Mapping[str, Any], top: int) -> dict[str, Any]:
+def _as_plain(name: str, job: Job, result: SearchResult, parameters: Mapping[str, Any], top: int) -> dict[str, Any]:
     """Return what is shown, as JSON has it."""
     present, nearest = result.present, result.nearest
     return {
@@ -323,8 +325,8 @@ def _as_plain(name: str, job: Job, result: SearchResult, given: Mapping[str, Any
         "predicted": result.num_predicted,
         "seconds": result.seconds,
         "unseen_gap": result.unseen_gap,
-        "best": [_prediction_as_plain(each, given) for each in result.distinct[:top]],
-        "present": _prediction_as_plain(present, given) if isinstance(present, Prediction) else None,
+        "best": [_prediction_as_plain(prediction, parameters) for prediction in result.distinct[:top]],
+        "present": _prediction_as_plain(present, parameters) if isinstance(present, Prediction) else None,
         "present_reason": present.reason if isinstance(present, RuledOut) else None,
         "ruled_out": result.ruled_out,
         "nearest": None if nearest is None else {"parameters": nearest[0].given(), **asdict(nearest[1])},
@@ -332,20 +334,24 @@ def _as_plain(name: str, job: Job, result: SearchResult, given: Mapping[str, Any
     }
 
 
-def _prediction_as_plain(each: Prediction, given: Mapping[str, Any]) -> dict[str, Any]:
-    assert each.plan.assignment is not None
+def _prediction_as_plain(prediction: Prediction, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    assert prediction.plan.assignment is not None
     return {
-        "parameters": each.config.given(),
-        "changes": _changes(each, given),
-        "step_seconds": each.step_seconds,
-        "tokens_per_second": each.tokens_per_second,
-        "parts_seconds": each.parts,
-        "samples_per_microbatch": each.samples_per_microbatch,
-        "binds": each.binds,
-        "layers": dict(each.choices),
-        "gap": each.gap,
+        "parameters": prediction.config.given(),
+        "changes": _changes(prediction, parameters),
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "parts_seconds": prediction.parts,
+        "samples_per_microbatch": prediction.samples_per_microbatch,
+        "binds": prediction.binds,
+        "layers": dict(prediction.choices),
+        "gap": prediction.gap,
         "stages": [
-            {"units": list(each.plan.assignment.names(stage)), **asdict(memory), "total_bytes": memory.total_bytes}
-            for stage, memory in enumerate(each.plan.memory)
+            {
+                "units": list(prediction.plan.assignment.names(stage)),
+                **asdict(memory),
+                "total_bytes": memory.total_bytes,
+            }
+            for stage, memory in enumerate(prediction.plan.memory)
         ],
     }

@@ -91,12 +91,12 @@ def describe(
         ranks: of each job.
         other_sizes: microbatches of other sizes will be planned, too.
     """
-    places = max((each.pipeline_parallel_degree * each.virtual_pipeline_degree for each in configs), default=1)
-    by_hand = any(not each.auto_partition for each in configs)
+    places = max((config.pipeline_parallel_degree * config.virtual_pipeline_degree for config in configs), default=1)
+    by_hand = any(not config.auto_partition for config in configs)
     arguments = [
         f"--by-hand={places}" if by_hand else f"--places={places}",
         *["--other-sizes"] * other_sizes,
-        *(f"--job={ranks}:{each.model_dump_json(by_alias=True)}" for each in configs),
+        *(f"--job={ranks}:{config.model_dump_json(by_alias=True)}" for config in configs),
         target,
         str(folder.absolute()),
     ]

@@ -81,34 +81,34 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
         raise SmpkitError(f"the ranks that measure failed: {last}", hint="`smpkit -v calibrate` shows all they said")
 
 
-def _report(found: Calibration) -> Iterator[str]:
-    machine = found.machine
+def _report(calibration: Calibration) -> Iterator[str]:
+    machine = calibration.machine
     yield f"machine   {machine.host}: {machine.processor}, {machine.cores} cores, {amount(machine.memory_bytes)}"
     if machine.devices:
         yield f"devices   {machine.devices} × {machine.device}, {amount(machine.device_memory_bytes)} each"
-    yield f"ranks     {found.ranks}, {machine.cores / found.ranks:g} cores each"
+    yield f"ranks     {calibration.ranks}, {machine.cores / calibration.ranks:g} cores each"
     yield ""
     rows = [["TFLOP/s", "size", "one rank", "all ranks, each"]]
-    for product in found.matmul:
+    for product in calibration.matmul:
         rates = (product.flops_per_second, product.shared_flops_per_second)
         rows.append([f"{product.dtype} matmul", str(product.size), *(f"{rate / 1e12:.3g}" for rate in rates)])
     yield from table(rows, width())
     yield ""
-    yield f"memory    {_rate(found.memory_bytes_per_second)}"
-    if (link := found.link) is not None:
+    yield f"memory    {_rate(calibration.memory_bytes_per_second)}"
+    if (link := calibration.link) is not None:
         ways = f"{_rate(link.out_bytes_per_second)} to the host, {_rate(link.back_bytes_per_second)} back"
         yield f"link      {ways}, {_rate(link.both_bytes_per_second)} together"
-    if found.operation_seconds:
-        operator, action = seconds(found.operation_seconds), seconds(found.action_seconds)
+    if calibration.operation_seconds:
+        operator, action = seconds(calibration.operation_seconds), seconds(calibration.action_seconds)
         yield f"host      {operator} an operator, {action} an action of a pipeline"
-    yield f"optimizer {magnitude(found.updates_per_second)} parameters/s on a rank's cores"
-    if found.messages:
+    yield f"optimizer {magnitude(calibration.updates_per_second)} parameters/s on a rank's cores"
+    if calibration.messages:
         yield ""
-        rows = [["", "ranks", *(amount(each.num_bytes) for each in found.messages)]]
-        rows.append(["message", "2", *(seconds(each.seconds) for each in found.messages)])
-        for operation, ranks in dict.fromkeys((each.operation, each.ranks) for each in found.collectives):
-            times = [each for each in found.collectives if (each.operation, each.ranks) == (operation, ranks)]
-            rows.append([operation, str(ranks), *(seconds(each.seconds) for each in times)])
+        rows = [["", "ranks", *(amount(message.num_bytes) for message in calibration.messages)]]
+        rows.append(["message", "2", *(seconds(message.seconds) for message in calibration.messages)])
+        for operation, ranks in dict.fromkeys((op.operation, op.ranks) for op in calibration.collectives):
+            times = [op for op in calibration.collectives if (op.operation, op.ranks) == (operation, ranks)]
+            rows.append([operation, str(ranks), *(seconds(op.seconds) for op in times)])
         yield from table(rows, width())
 
 

@@ -90,18 +90,18 @@ def _check(paths: Sequence[str], *, as_json: bool) -> int:
     return min(problems, 1)
 
 
-def _parameters(given: str) -> dict[str, str]:
+def _parameters(parameters: str) -> dict[str, str]:
     """Return the variable that holds the parameters, from JSON or from a file of it."""
     from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
 
-    text = given
-    if not given.lstrip().startswith("{"):
+    text = parameters
+    if not parameters.lstrip().startswith("{"):
         try:
-            text = Path(given).read_text(encoding="utf-8-sig")
+            text = Path(parameters).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             hint = "give a JSON object, or the path of a file that holds one"
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise UsageError(f"`--parameters {given}` cannot be read: {reason}", hint=hint) from None
+            raise UsageError(f"`--parameters {parameters}` cannot be read: {reason}", hint=hint) from None
 
     class Part(ModelParallelConfig):
         """The job's parameters, without rules between them: `smp.init` in the script may give others."""

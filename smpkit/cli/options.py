@@ -41,8 +41,8 @@ Texts = tuple[str, ...]
 
 def refuse(names: Iterable[str], why: str, hint: str) -> None:
     """Refuse parameters of the present command that its command line has: they cannot be given `why`."""
-    if given := [f"`{_shown(param)}`" for param in _on_command_line(names)]:
-        raise UsageError(f"{' and '.join(given)} cannot be given {why}", hint=hint)
+    if options := [f"`{_shown(param)}`" for param in _on_command_line(names)]:
+        raise UsageError(f"{' and '.join(options)} cannot be given {why}", hint=hint)
 
 
 def _on_command_line(names: Iterable[str]) -> list[click.Parameter]:
@@ -76,8 +76,8 @@ def override_options(function: _Function) -> _Function:
     @repeatable("-H", "hyperparameters", help=hyperparameter)
     @functools.wraps(function)
     def command(*args: Any, settings: Texts, parameters: Texts, hyperparameters: Texts, **kwargs: Any) -> Any:
-        given = {"--set": settings, "-p": parameters, "-H": hyperparameters}
-        return function(*args, overrides=[(flag, text) for flag in given for text in given[flag]], **kwargs)
+        values = {"--set": settings, "-p": parameters, "-H": hyperparameters}
+        return function(*args, overrides=[(flag, text) for flag in values for text in values[flag]], **kwargs)
 
     return command  # type: ignore[return-value]
 
@@ -182,12 +182,12 @@ def numbers(least: float, most: float) -> Callable[[str], float]:
 
     def number(value: str) -> float:
         try:
-            found = float(value)
+            number = float(value)
         except ValueError:
-            found = math.nan
-        if not least <= found <= most:
+            number = math.nan
+        if not least <= number <= most:
             raise click.BadParameter(f"`{value}` is not a number from {least:g} to {most:,}")
-        return found
+        return number
 
     return number
 

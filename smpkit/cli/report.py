@@ -41,7 +41,7 @@ def report(
     if as_json:
         refuse(("output", "opens"), "beside `--json`, which writes no file", "remove one of them")
     with contextlib.ExitStack() as stack:
-        opened = [_open(each, chosen, stack) for each in ((name,) if other is None else (name, other))]
+        opened = [_open(run, chosen, stack) for run in ((name,) if other is None else (name, other))]
         contents = [content_of(run) for run, _ in opened]
     if as_json:
         _console.print_json(contents[0] if other is None else contents)

@@ -35,8 +35,8 @@ def resume(
 
     backend = chosen.open()
     old = Job(job, backend)
-    given = {"InstanceCount": instance_count, "InstanceType": instance_type, "MaxRuntimeInSeconds": max_run_seconds}
-    plan = old.resumed(name, {key: value for key, value in given.items() if value is not None})
+    changes = {"InstanceCount": instance_count, "InstanceType": instance_type, "MaxRuntimeInSeconds": max_run_seconds}
+    plan = old.resumed(name, {key: value for key, value in changes.items() if value is not None})
 
     def announcement() -> str:
         none = "No checkpoint there yet: starting from the beginning"

@@ -38,16 +38,16 @@ def runs(name: str | None, last: int, as_json: bool) -> None:
     """
     if name is not None:
         refuse(("last",), "beside the name of a run", "remove one of them")
-        if not any((open_run(name).path / each).exists() for each in (JOB, EVENTS, LOGS, SUMMARY, VALUES)):
+        if not any((open_run(name).path / file).exists() for file in (JOB, EVENTS, LOGS, SUMMARY, VALUES)):
             raise UsageError(f"`{name}` is not the folder of a run", hint="`smpkit runs` lists them")
     chosen = find_runs(Path.cwd())[-last:] if name is None else (open_run(name),)
     entries = [(run, _summary(run), _last_values(run)) for run in chosen]
     if as_json:
-        _console.print_json([_plain(*each) for each in entries])
+        _console.print_json([_plain(*entry) for entry in entries])
     elif name is not None:
         click.echo("\n".join(_one(*entries[0])))
     elif entries:
-        rows = [["run", "ended", "steps", "loss", "steps/s", "memory"], *(_row(*each) for each in entries)]
+        rows = [["run", "ended", "steps", "loss", "steps/s", "memory"], *(_row(*entry) for entry in entries)]
         click.echo("\n".join(table(rows, width())))
     else:
         _console.note("no runs here; `smpkit run JOB_FILE` makes one, in `runs` beside the job file")
@@ -72,8 +72,8 @@ def _last_values(run: Run) -> dict[str, float]:
 
 
 def _plain(run: Run, summary: RunSummary | None, values: dict[str, float]) -> dict[str, object]:
-    found = {"run": run.label, "folder": run.path, "name": run.name, "started": run.started}
-    return {**found, "values": values, "summary": summary}
+    plain = {"run": run.label, "folder": run.path, "name": run.name, "started": run.started}
+    return {**plain, "values": values, "summary": summary}
 
 
 def _row(run: Run, summary: RunSummary | None, values: dict[str, float]) -> list[str]:

@@ -140,7 +140,7 @@ def _hint(state: JobStatus) -> None:
 def _print_json(state: JobStatus, indent: int | None = None) -> None:
     """Print all of a state: times in UTC, lengths in seconds."""
     kinds = {machines.instance_type for machines in state.machines}
-    plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "raw"} | {
+    plain = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "raw"} | {
         "instance_type": kinds.pop() if len(kinds) == 1 else None,
         "instance_count": state.instance_count,
         "over": state.over,

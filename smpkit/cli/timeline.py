@@ -75,7 +75,7 @@ def _chosen(run: Run, number: int | None, pipeline: int) -> int:
         raise SmpkitError("no step was finished by all ranks", hint="let the job run at least one step")
     if number is None:
         first = run.pipelines[pipeline][0]
-        trains = (each for each in reversed(run.steps) if any(a.kind == "B" for a in run.step(first, each).actions))
+        trains = (step for step in reversed(run.steps) if any(a.kind == "B" for a in run.step(first, step).actions))
         return next(trains, run.steps[-1])
     if number not in run.steps:
         raise UsageError(f"there is no step {number} that all ranks finished", hint=f"use {_range(run.steps)}")
@@ -124,8 +124,8 @@ def _pictures(step: ExecutedStep) -> Iterator[str]:
 
 def _column_seconds(step: ExecutedStep) -> float:
     """Choose a scale on which both pictures are as narrow as the terminal, and short actions are still columns."""
-    timelines = [each for each in (step.planned, step.executed) if each is not None]
-    longest = max(each.makespan_seconds for each in timelines)
+    timelines = [timeline for timeline in (step.planned, step.executed) if timeline is not None]
+    longest = max(timeline.makespan_seconds for timeline in timelines)
     spans = [span for stage in timelines[0].spans for span in stage]
     shortest = min((span.end_seconds - span.start_seconds for span in spans), default=0.0)
     cell = 1 + max((len(str(span.action)) for span in spans), default=2)

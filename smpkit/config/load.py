@@ -156,8 +156,8 @@ def _kind(document: Document) -> str:
 def _load(kind: str, path: Path, document: Document, overrides: Sequence[Override]) -> Loaded:
     sources = _Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind], list(document.problems))
     sources.resolve_parameters()
-    for flag, given in overrides:
-        sources.set_override(flag, given)
+    for flag, value in overrides:
+        sources.set_override(flag, value)
     config: Section | None = None
     problems: list[Problem] = []
     try:
@@ -269,12 +269,12 @@ class _Sources:
                 hint = ""
         self.problems.append(replace(named_at, message=message, hint=hint or None))
 
-    def set_override(self, flag: str, given: str) -> None:
+    def set_override(self, flag: str, argument: str) -> None:
         """Apply what an option was given."""
         if flag in ("--hosts", "--ranks"):
-            self._set_size(flag, given)
+            self._set_size(flag, argument)
             return
-        key, separator, text = given.partition("=")
+        key, separator, text = argument.partition("=")
         source = f"{flag} {printable(key)}"
         # Hyperparameters have any names, also with dots.
         path: KeyPath = (key.strip(),) if flag == "-H" else tuple(key.strip().split("."))
@@ -289,10 +289,10 @@ class _Sources:
             path = (path[0], ".".join(map(str, path[1:])))
         self._set(path, text, source)
 
-    def _set_size(self, flag: str, given: str) -> None:
+    def _set_size(self, flag: str, argument: str) -> None:
         """Apply a number of hosts, which only a job has, or of ranks, which parameters alone do not have either."""
         if flag == "--hosts" and self.distribution:
-            self._set(("compute", "instance_count"), given, flag)
+            self._set(("compute", "instance_count"), argument, flag)
         elif flag == "--ranks" and self.distribution is not None:
             script = _get(self.value, ("entry_point",))
             if isinstance(script, str) and script.endswith(".sh"):
@@ -301,11 +301,11 @@ class _Sources:
                 return
             hosts = _get(self.value, ("compute", "instance_count"))
             hosts = hosts if isinstance(hosts, int) and hosts > 0 else 1
-            if given != "null" and int(given) % hosts:
-                message = f"{given} ranks cannot be spread evenly over {hosts} hosts"
+            if argument != "null" and int(argument) % hosts:
+                message = f"{argument} ranks cannot be spread evenly over {hosts} hosts"
                 self.problems.append(Problem((), message, f"use a multiple of {hosts}", flag))
                 return
-            per_host = given if given == "null" else str(int(given) // hosts)
+            per_host = argument if argument == "null" else str(int(argument) // hosts)
             self._set((*self._launcher_path(), "processes_per_host"), per_host, flag)
 
     def _launcher_path(self) -> KeyPath:
@@ -332,7 +332,7 @@ class _Sources:
             self._put(path, Document(source, document.value, problems=document.problems))
         except ConfigError as error:
             hide = is_confidential(path)
-            self.problems += [replace(each, excerpt="") if hide else each for each in error.problems]
+            self.problems += [replace(problem, excerpt="") if hide else problem for problem in error.problems]
         else:
             self.resolve_parameters()
 
@@ -370,7 +370,9 @@ class _Sources:
         documents = {document.name: document for _, document in self.layers}
         order = {name: position for position, name in enumerate(documents)}
         located = [
-            document.located(each, below=below) for each in problems for below, document in [self.layer(each.path)]
+            document.located(problem, below=below)
+            for problem in problems
+            for below, document in [self.layer(problem.path)]
         ]
         located = sorted(
             [*self.problems, *located],

@@ -342,8 +342,8 @@ class ModelParallelConfig(Section):
             ConfigError: with all problems, each named by its key.
         """
         subject = "modelparallel parameters"
-        said = config.given() if isinstance(config, ModelParallelConfig) else {} if config is None else config
-        raw = _mapping(said, "a mapping", subject)
+        parameters = config.given() if isinstance(config, ModelParallelConfig) else {} if config is None else config
+        raw = _mapping(parameters, "a mapping", subject)
         if environment_json is not None:
             raw |= _mapping(strict_json(environment_json, ENVIRONMENT_VARIABLE), "a JSON object", ENVIRONMENT_VARIABLE)
         combined = validated(cls, raw, subject=subject)

@@ -41,7 +41,7 @@ def suggestion(name: str, candidates: Iterable[str]) -> str | None:
 def typed(value: object) -> str:
     """Show a value with its kind where that matters: `true (a bool)`, `4` (text), `a list`."""
     kinds = {bool: "a bool", str: "text", float: "a float"}
-    return next((f"{quoted(value)} ({kinds[each]})" for each in kinds if isinstance(value, each)), quoted(value))
+    return next((f"{quoted(value)} ({kinds[kind]})" for kind in kinds if isinstance(value, kind)), quoted(value))
 
 
 def quoted(value: object) -> str:

@@ -82,12 +82,12 @@ def asks_for_it(code: Path, mp_parameters: Mapping[str, Any]) -> Path | None:
 
 def sources(code: Path) -> Iterator[Path]:
     """Yield Python files, top folder first, without what is installed or hidden there."""
-    found = 0
+    num_lines = 0
     for folder, folders, files in os.walk(code):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
         for name in sorted(files):
             if name.endswith(".py"):
                 yield Path(folder, name)
-                found += 1
-                if found >= _MAX_FILES:
+                num_lines += 1
+                if num_lines >= _MAX_FILES:
                     return

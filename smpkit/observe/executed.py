@@ -80,7 +80,9 @@ class ExecutedStep:
 
 
 def _straight(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    return tuple(each for each in actions if (each.kind, each.microbatch) != (Kind.FORWARD, 0) or not each.segment)
+    return tuple(
+        action for action in actions if (action.kind, action.microbatch) != (Kind.FORWARD, 0) or not action.segment
+    )
 
 
 def summary(timeline: Timeline) -> str:
@@ -136,8 +138,8 @@ def as_json(step: ExecutedStep, stages: Sequence[int] | None = None) -> dict[str
 
 
 def _timeline_json(timeline: Timeline, stages: Sequence[int]) -> dict[str, Any]:
-    def times(each: ActionInterval | IdleInterval) -> tuple[float, float]:
-        return round(each.start_seconds, 7), round(each.end_seconds, 7)
+    def times(interval: ActionInterval | IdleInterval) -> tuple[float, float]:
+        return round(interval.start_seconds, 7), round(interval.end_seconds, 7)
 
     return {
         "makespan_seconds": timeline.makespan_seconds,
@@ -145,7 +147,7 @@ def _timeline_json(timeline: Timeline, stages: Sequence[int]) -> dict[str, Any]:
         "idle_seconds": [timeline.idle_seconds[stage] for stage in stages],
         "stall_seconds": [{str(c): s for c, s in timeline.stall_seconds(stage).items()} for stage in stages],
         "peak_live_microbatches": [timeline.schedule.peak_live_microbatches[stage] for stage in stages],
-        "spans": [[(str(each.action), *times(each)) for each in timeline.spans[stage]] for stage in stages],
+        "spans": [[(str(span.action), *times(span)) for span in timeline.spans[stage]] for stage in stages],
         "stalls": [[(str(e.cause), *times(e), e.waits_for) for e in timeline.stalls[stage]] for stage in stages],
     }
 
@@ -163,9 +165,9 @@ def _action(span: ActionSpan) -> Action:
 def _schedule(spans: Sequence[Sequence[ActionInterval]]) -> Schedule:
     """Return what ran as a schedule, so that it compares with the planned one."""
     actions = tuple(tuple(span.action for span in stage) for stage in spans)
-    segments = sorted({Segment(rank, each.segment) for rank, stage in enumerate(actions) for each in stage})
-    kinds = {each.kind for stage in actions for each in stage}
-    count = 1 + max((each.microbatch for stage in actions for each in stage), default=-1)
+    segments = sorted({Segment(rank, action.segment) for rank, stage in enumerate(actions) for action in stage})
+    kinds = {action.kind for stage in actions for action in stage}
+    count = 1 + max((action.microbatch for stage in actions for action in stage), default=-1)
     graph = SegmentGraph(len(spans), tuple(segments), (), kinds != {Kind.FORWARD})
     return Schedule("executed", graph, count, actions, (count,) * len(spans))
 
@@ -202,15 +204,15 @@ def _stage(
     def at(nanoseconds: int) -> float:
         return _SECONDS * (nanoseconds - begin_ns)
 
-    for number, each in enumerate(step.actions):
-        action = _action(each)
-        begun = receives[bisect_left(starts, each.start_ns) : bisect_right(starts, each.end_ns)]
-        waits = [message for message in begun if message.end_ns <= each.end_ns]
+    for number, interval in enumerate(step.actions):
+        action = _action(interval)
+        begun = receives[bisect_left(starts, interval.start_ns) : bisect_right(starts, interval.end_ns)]
+        waits = [message for message in begun if message.end_ns <= interval.end_ns]
         waited = sum(message.end_ns - message.start_ns for message in waits)
-        spans.append(ActionInterval(action, at(each.start_ns + waited), at(each.end_ns)))
+        spans.append(ActionInterval(action, at(interval.start_ns + waited), at(interval.end_ns)))
         work = Cause.FILL if number == 0 else Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
-        if number == 0 and each.start_ns > begin_ns:
-            stalls.append(IdleInterval(Cause.FILL, 0.0, at(each.start_ns), None))
+        if number == 0 and interval.start_ns > begin_ns:
+            stalls.append(IdleInterval(Cause.FILL, 0.0, at(interval.start_ns), None))
         for wait in waits:
             sent = min(max(sent_at.get(wait, wait.start_ns), wait.start_ns), wait.end_ns)
             peer = ranks.index(wait.peer) if wait.peer in ranks else None
@@ -263,6 +265,6 @@ def _costs(schedule: Schedule, spans: Sequence[Sequence[ActionInterval]]) -> Cos
     means = {key: fmean(times) for key, times in took.items()}
 
     def of(*kinds: Kind) -> Mapping[Segment, float]:
-        return {each: sum(means.get((kind, each), 0.0) for kind in kinds) for each in schedule.graph.segments}
+        return {segment: sum(means.get((kind, segment), 0.0) for kind in kinds) for segment in schedule.graph.segments}
 
     return Costs(of(Kind.FORWARD), of(Kind.BACKWARD, Kind.WEIGHT), of(Kind.WEIGHT))

@@ -75,7 +75,7 @@ class Run:
 
     def schedule_text(self, rank: int, key: str) -> str | None:
         """Return the planned schedule that a step of a rank refers to."""
-        return next((each.text for each in _of(self.logs[rank].events, PlannedSchedule) if each.key == key), None)
+        return next((plan.text for plan in _of(self.logs[rank].events, PlannedSchedule) if plan.key == key), None)
 
     @property
     def truncated(self) -> tuple[int, ...]:

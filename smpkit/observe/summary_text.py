@@ -81,16 +81,16 @@ def _chosen(ranks: Sequence[RankSummary]) -> list[RankSummary]:
     if len(ranks) <= _MAX_RANKS:
         return list(ranks)
     most = (
-        max(ranks, key=lambda each: each.most_bytes),
-        max(ranks, key=lambda each: each.split.compute),
-        max(ranks, key=lambda each: each.split.bubble + each.split.communication + each.split.stall),
+        max(ranks, key=lambda rank: rank.most_bytes),
+        max(ranks, key=lambda rank: rank.split.compute),
+        max(ranks, key=lambda rank: rank.split.bubble + rank.split.communication + rank.split.stall),
     )
-    return sorted({each.rank: each for each in most}.values(), key=lambda each: each.rank)
+    return sorted({rank.rank: rank for rank in most}.values(), key=lambda rank: rank.rank)
 
 
 def _memory(summary: RunSummary) -> str:
     """Return the peak of the rank that held most, and what was planned for that rank."""
-    rank = max(summary.ranks, key=lambda each: each.most_bytes)
+    rank = max(summary.ranks, key=lambda rank: rank.most_bytes)
     of = " in tensors" if rank.device_size is None else f" of {amount(rank.device_size)}"
     place = f" (rank {rank.rank})" if len(summary.ranks) > 1 else ""
     # Without activations, as where the first step had no backward, a total would be of nothing.

@@ -115,7 +115,7 @@ def _step_events(tracks: _Tracks, step: RankStep) -> Iterator[TraceEvent]:
         arguments = {"step": action.step, "microbatch": action.microbatch, "segment": action.segment}
         spans.append((name, action.start_ns, action.end_ns, arguments))
     receives = [message for message in step.messages if message.direction == "receive"]
-    spans += [(f"wait for rank {each.peer}", each.start_ns, each.end_ns, {}) for each in receives]
+    spans += [(f"wait for rank {receive.peer}", receive.start_ns, receive.end_ns, {}) for receive in receives]
     for name, start_ns, end_ns, arguments in sorted(spans, key=lambda span: (span[1], -span[2])):
         yield tracks.span("compute", name, start_ns, end_ns, **arguments)
     for message in step.messages:
@@ -193,9 +193,9 @@ def _profile_events(run: Run, rank: int, profile: Mapping[str, Any]) -> Iterator
 
     The profiler's clock is not ours: the begin of a profiled step is in both, and moves all the rest.
     """
-    marks = [each for each in profile["traceEvents"] if each.get("ph") == "X" and each.get("cat") == "user_annotation"]
-    ours = [each for each in marks if str(each.get("name", "")).startswith(PROFILED)]
-    begins = {int(each["name"].removeprefix(PROFILED)): float(each["ts"]) for each in ours}
+    marks = [mark for mark in profile["traceEvents"] if mark.get("ph") == "X" and mark.get("cat") == "user_annotation"]
+    ours = [mark for mark in marks if str(mark.get("name", "")).startswith(PROFILED)]
+    begins = {int(mark["name"].removeprefix(PROFILED)): float(mark["ts"]) for mark in ours}
     recorded = next((number for number in begins if number in run.steps), None)
     if recorded is None:
         message = f"the profile of rank {rank} has none of the recorded steps"

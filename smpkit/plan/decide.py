@@ -150,7 +150,7 @@ def decide(
 
 def _scheduled(policy: Policy, graph: SegmentGraph, num_microbatches: int) -> Schedule:
     """Return the schedule of a graph; without costs it does not depend on how large messages are."""
-    bare = replace(graph, transfers=tuple(replace(each, num_bytes=0) for each in graph.transfers))
+    bare = replace(graph, transfers=tuple(replace(transfer, num_bytes=0) for transfer in graph.transfers))
     return replace(_schedule_of(policy, bare, num_microbatches), graph=graph)
 
 
@@ -172,8 +172,9 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
     if not any(forward.values()):
         forward = {segment: 1 / schedule.graph.counts[segment.rank] for segment in runs}
     again = {segment: sum(unit.recomputed_share * seconds(unit) for unit in run) for segment, run in runs.items()}
-    backward = {each: 2 * forward[each] + again[each] for each in runs}
-    weight = {each: 0.0 if again[each] else forward[each] for each in runs}  # what is computed again is not split
+    backward = {segment: 2 * forward[segment] + again[segment] for segment in runs}
+    # What is computed again is not split.
+    weight = {segment: 0.0 if again[segment] else forward[segment] for segment in runs}
     for segment, run in runs.items():
         waited = speed.action_seconds + sum(speed.collective_seconds.get(unit.name, 0.0) for unit in run)
         forward[segment] += waited

@@ -256,15 +256,15 @@ def _dealt(
     Args:
         tied: names of tensors that other pipeline ranks hold too; they are counted on each of their ranks.
     """
-    everywhere = [each for each in trained if each.name in tied]
+    everywhere = [tensor for tensor in trained if tensor.name in tied]
     loads = {False: [0] * mesh.dp_size, True: [0] * mesh.rdp_size}
     dealt: defaultdict[tuple[bool, int], list[TensorFacts]] = defaultdict(list)
-    for each in sorted(trained, key=lambda each: each.num_bytes, reverse=True):
-        if each.name not in tied:
-            load = loads[each.over_replicas]
+    for tensor in sorted(trained, key=lambda tensor: tensor.num_bytes, reverse=True):
+        if tensor.name not in tied:
+            load = loads[tensor.over_replicas]
             owner = load.index(min(load))
-            load[owner] += each.num_bytes
-            dealt[each.over_replicas, owner].append(each)
+            load[owner] += tensor.num_bytes
+            dealt[tensor.over_replicas, owner].append(tensor)
     positions = [(mesh.index(CommGroup.DP_GROUP, rank), mesh.index(CommGroup.RDP_GROUP, rank)) for rank in replicas]
     return [[*everywhere, *dealt[False, dp], *dealt[True, rdp]] for dp, rdp in positions]
 
@@ -277,7 +277,7 @@ def half_of(config: ModelParallelConfig) -> str | None:
 def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
     """Return a tensor of as many elements in another dtype."""
     num_bytes = itemsize * tensor.num_elements
-    pieces = tuple(each * num_bytes // max(tensor.num_bytes, 1) for each in tensor.pieces)
+    pieces = tuple(piece * num_bytes // max(tensor.num_bytes, 1) for piece in tensor.pieces)
     return replace(tensor, dtype=dtype, num_bytes=num_bytes, pieces=pieces)
 
 
@@ -289,13 +289,13 @@ def _gathered_bytes(
     That is what belongs to no block, small blocks, and two others: the one at work and the next.
     """
     inside = {name for block in blocks for name in block}
-    size = {name: 2 * each.num_elements if half_of(config) else each.num_bytes for name, each in tensors.items()}
-    rest = sum(size[name] for name, each in tensors.items() if each.rows and name not in inside)
+    size = {name: 2 * tensor.num_elements if half_of(config) else tensor.num_bytes for name, tensor in tensors.items()}
+    rest = sum(size[name] for name, tensor in tensors.items() if tensor.rows and name not in inside)
     sizes = []
     for block in blocks:
         parts = [tensors[name] for name in block if name in tensors]
-        num_bytes = sum(size[each.name] for each in parts)
-        if sum(each.num_elements for each in parts) < config.sdp_param_persistence_threshold:
+        num_bytes = sum(size[tensor.name] for tensor in parts)
+        if sum(tensor.num_elements for tensor in parts) < config.sdp_param_persistence_threshold:
             rest += num_bytes
         else:
             sizes.append(num_bytes)

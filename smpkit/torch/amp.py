@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, and check on all ranks whether they are finite."""
         if self._enabled:
-            held = (each for group in optimizer.param_groups for each in group["params"])
+            held = (param for group in optimizer.param_groups for param in group["params"])
             check_not_held(held, "GradScaler would unscale")
             end_accumulation()
         super().unscale_(optimizer)
@@ -77,7 +77,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        gradients = [
+            param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None
+        ]
         if all(gradient.is_cpu for gradient in gradients):  # those of an OffloadModel
             # torch's own copies to the host do not block, and it would read the scale before it has come.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
@@ -93,8 +95,8 @@ class GradScaler(torch.amp.GradScaler):
         """All-reduce `found_inf`: a rank may have no gradients of its own, and must skip the step all the same."""
         optimizer_state = self._per_optimizer_states[id(optimizer)]
         found_inf = torch.zeros((), dtype=torch.float32, device=devices.current_device())
-        for each in optimizer_state["found_inf_per_device"].values():
-            found_inf = torch.maximum(found_inf, each.to(found_inf.device))
+        for flag in optimizer_state["found_inf_per_device"].values():
+            found_inf = torch.maximum(found_inf, flag.to(found_inf.device))
         agreed: dict[torch.device, torch.Tensor] = {found_inf.device: all_reduce_found_inf(found_inf)}
         optimizer_state["found_inf_per_device"] = agreed
         return agreed

@@ -460,10 +460,10 @@ def _adapt_torch(module: nn.Module, *, accumulates: bool) -> None:
         state.reset_hooks.append(register_optimizer_step_pre_hook(refuse_updates_in_half).remove)
     if state.pp_size > 1:
         state.reset_hooks.append(register_optimizer_step_pre_hook(refuse_what_one_rank_trains).remove)
-        for each in module.modules():
+        for part in module.modules():
             # By default it waits for all ranks of the job, of which other stages run other layers.
-            if isinstance(each, nn.SyncBatchNorm) and each.process_group is None:
-                each.process_group = state.process_group(CommGroup.DP_GROUP)
+            if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
+                part.process_group = state.process_group(CommGroup.DP_GROUP)
 
 
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:

@@ -38,7 +38,7 @@ def check_arguments(
     """Refuse a model or an option of `smp.DistributedModel` that cannot work; warn of one without effect."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
-    lazy = [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]
+    lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
     refusals: tuple[tuple[bool, str, str], ...] = (
         (isinstance(module, ModelParts), "this model is a DistributedModel already", "wrap a model once"),
         (
@@ -102,10 +102,10 @@ def check_trains(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
     """
     if any(isinstance(module, OffloadModel) for module in model.modules()):
         return  # its optimizer may have used gradients up in the backward
-    own = {id(each): each for each in model.parameters()}
+    own = {id(param): param for param in model.parameters()}
     known = list(parameters)
-    trains = any(each.requires_grad for each in own.values()) and any(id(each) in own for each in known)
-    if trains and all(each.grad is None for each in (*known, *own.values())):
+    trains = any(param.requires_grad for param in own.values()) and any(id(param) in own for param in known)
+    if trains and all(param.grad is None for param in (*known, *own.values())):
         raise UsageError(
             "optimizer.step() was called after training passes, but no backward has run: no weight would change",
             hint="call `model.backward(loss)` in the function decorated with @smp.step; passes that are not for"
@@ -135,7 +135,7 @@ def refuse_gradients_beyond_step(step: str, arguments: object) -> None:
 
     So an encoder outside the model would never be trained.
     """
-    tensors = (each for each in tensors_in(arguments) if each.requires_grad and not isinstance(each, nn.Parameter))
+    tensors = (value for value in tensors_in(arguments) if value.requires_grad and not isinstance(value, nn.Parameter))
     for tensor in tensors:
         raise UsageError(
             f"a tensor of shape {list(tensor.shape)} that needs gradients was passed to the step `{step}`, and a"
@@ -150,19 +150,19 @@ def refuse_parameters_beyond_model(placement: Placement, parameters: Iterable[to
 
     What is wider than parameters of the model may be masters of the script's own.
     """
-    for each in parameters:
-        if each.requires_grad and each not in placement and (state.pp_size > 1 or each.grad is not None):
-            if any(known.parameter.dtype.itemsize < each.dtype.itemsize for known in placement):
+    for param in parameters:
+        if param.requires_grad and param not in placement and (state.pp_size > 1 or param.grad is not None):
+            if any(known.parameter.dtype.itemsize < param.dtype.itemsize for known in placement):
                 return
-            raise _beyond_model_error(each)
+            raise _beyond_model_error(param)
 
 
 def refuse_updates_in_half(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Refuse an optimizer that is not wrapped to update weights in half precision, without masters and loss scale."""
     model = state.model
-    for each in (each for group in optimizer.param_groups for each in group["params"]):
-        is_half = each.dtype in (torch.float16, torch.bfloat16) and each.requires_grad and each.grad is not None
-        if is_half and model is not None and each in model.placement:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        is_half = param.dtype in (torch.float16, torch.bfloat16) and param.requires_grad and param.grad is not None
+        if is_half and model is not None and param in model.placement:
             raise UsageError(
                 f"{type(optimizer).__name__} would update weights in half precision, which loses small updates: with"
                 " `fp16` and `bf16` the master weights and the loss scale are in smp.DistributedOptimizer",
@@ -175,9 +175,9 @@ def refuse_what_one_rank_trains(optimizer: torch.optim.Optimizer, *_: object) ->
 
     What a script trains outside of steps (a probe on what they return) is the same on all ranks of a pipeline.
     """
-    for each in (each for group in optimizer.param_groups for each in group["params"]):
-        if has_gradient_of_a_step(each):
-            raise _beyond_model_error(each)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if has_gradient_of_a_step(param):
+            raise _beyond_model_error(param)
 
 
 def _beyond_model_error(parameter: torch.Tensor) -> UsageError:

@@ -94,7 +94,7 @@ class ModelParts(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Without the buffers of other ranks: they have no data, and torch refuses to move such.
         is_divided = self.pipeline is not None and self.partitioned
-        super()._apply(lambda each: each if is_divided and each.is_meta else fn(each), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(lambda tensor: tensor if is_divided and tensor.is_meta else fn(tensor), recurse)  # type: ignore[no-untyped-call]
         return self
 
     # --- what this rank holds ----------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class ModelParts(nn.Module):
         return self._names_here() if self.pipeline is not None and self.partitioned else None
 
     def _names_here(self) -> set[str]:
-        holds = {name: self.holds(each) for name, each in self.module.named_parameters(remove_duplicate=False)}
+        holds = {name: self.holds(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
         entries = self.module.state_dict().items()
         return {name for name, value in entries if (holds[name] if name in holds else self._runs_here(name, value))}
 
@@ -339,7 +339,7 @@ def refuse_use_of_parts(root: nn.Module) -> None:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    return state.model is not None and any(each is module for each in state.model.modules())
+    return state.model is not None and any(part is module for part in state.model.modules())
 
 
 def _resize_token_embeddings(module: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +357,7 @@ def _resize_token_embeddings(module: Any, new_num_tokens: int | None = None, *ar
 
 def is_of_diffusers(module: nn.Module) -> bool:
     """Tell whether a model is one of diffusers, which is not imported for that."""
-    return any(each.__name__ == "ConfigMixin" for each in type(module).__mro__)
+    return any(base.__name__ == "ConfigMixin" for base in type(module).__mro__)
 
 
 def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

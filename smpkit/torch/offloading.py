@@ -98,7 +98,7 @@ class offload_activations:  # noqa: N801 - used as a function
             model.register_forward_pre_hook(self._begin_forward),
             model.register_forward_hook(self._end_forward, always_call=True),
         ]
-        if (weight := next((each for each in model.parameters() if each.requires_grad), None)) is not None:
+        if (weight := next((param for param in model.parameters() if param.requires_grad), None)) is not None:
             hook = weight.register_post_accumulate_grad_hook(self._see_gradient)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
@@ -215,7 +215,7 @@ class Offloading(StepParticipant):
     def _any_layer_is_checkpointed(self) -> bool:
         """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
         # Layers with `strategy="auto"` count although all of them may be kept.
-        marked = sum(isinstance(ModuleCall.of(each).checkpointing, ModuleCheckpoint) for each in self._module.modules())
+        marked = sum(isinstance(ModuleCall.of(part).checkpointing, ModuleCheckpoint) for part in self._module.modules())
         num_checkpointed = torch.tensor([self.engine.num_calls + marked], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)

@@ -127,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         if name == "fp16_groups" and state.cfg.sharded_data_parallel_degree > 1:
             # All of them, in any precision: a part in float32 is its own master weight.
-            return [[self.model_parameter(each) for each in group["params"]] for group in self.param_groups]
+            return [[self.model_parameter(param) for param in group["params"]] for group in self.param_groups]
         part = self._part_with(name)
         value = getattr(self.optimizer if part is None else part, name)
         return functools.partial(self._switch, value) if name in _SWITCHES and callable(value) else value
@@ -382,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             parameters, owns = self._model_parameters(), state.model.owns
             if state_dict.get(PARTIAL_KEY):
                 values["state"] = gather_owned(values["state"], parameters, owns)
-            values["state"] = {n: each for n, each in values["state"].items() if owns(parameters[n])}
+            values["state"] = {n: value for n, value in values["state"].items() if owns(parameters[n])}
         elif state_dict.get(PARTIAL_KEY):
             self._loaded_early = True
         if _divides_weights():
@@ -457,8 +457,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {id(parameter): index for index, parameter in enumerate(self._model_parameters())}
 
     def _param_index_to_param_local(self) -> dict[int, torch.Tensor]:
-        owned = set() if state.model is None else {id(each) for _, each in state.model.local_named_parameters()}
-        return {index: each for index, each in enumerate(self._model_parameters()) if id(each) in owned}
+        owned = set() if state.model is None else {id(param) for _, param in state.model.local_named_parameters()}
+        return {index: param for index, param in enumerate(self._model_parameters()) if id(param) in owned}
 
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter whose master weight a member of `param_groups` is: itself if it is none."""
@@ -480,7 +480,7 @@ def _replace_parameters_of(optimizer: Any) -> None:
 def _name_of_set_to_none(zero_grad: Callable[..., Any]) -> str | None:
     """Return what an optimizer's `zero_grad` calls the argument that torch calls `set_to_none`; None if it has none."""
     parameters = inspect.signature(zero_grad).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     names = ("set_to_none", *_NAMES_OF_SET_TO_NONE)
     return next((name for name in names if name in parameters), "set_to_none" if takes_any else None)
 
@@ -539,5 +539,5 @@ def _check(optimizer: Any) -> None:
 
 def _rules_of(optimizer: Any) -> set[str]:
     around = [getattr(optimizer, name, None) for name in _AROUND]
-    inside = (_rules_of(each) for each in around if hasattr(each, "param_groups"))
-    return {each.__name__ for each in type(optimizer).__mro__}.union(*inside)
+    inside = (_rules_of(wrapped) for wrapped in around if hasattr(wrapped, "param_groups"))
+    return {base.__name__ for base in type(optimizer).__mro__}.union(*inside)

@@ -88,14 +88,14 @@ class _SameStepParameters:
     @cached_property
     def weights(self) -> Tensors:
         """What this rank holds of the parameters."""
-        return [local_tensor_of(each.detach()) for each in self.parameters]
+        return [local_tensor_of(param.detach()) for param in self.parameters]
 
     @cached_property
     def gradients(self) -> Tensors:
-        return [local_tensor_of(each.grad) for each in self.parameters if each.grad is not None]
+        return [local_tensor_of(param.grad) for param in self.parameters if param.grad is not None]
 
     def state(self, name: str) -> Tensors:
-        return [local_tensor_of(each[name]) for each in self.states]
+        return [local_tensor_of(values[name]) for values in self.states]
 
 
 class _Fused(_WithSetGradNone, ABC):
@@ -144,7 +144,7 @@ class _Fused(_WithSetGradNone, ABC):
             own["step"] += 1
             by_step.setdefault(float(own["step"]), []).append(parameter)
         for steps, parameters in sorted(by_step.items(), key=lambda item: item[0]):
-            yield _SameStepParameters(parameters, [self.state[each] for each in parameters], steps)
+            yield _SameStepParameters(parameters, [self.state[param] for param in parameters], steps)
 
     def _initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
@@ -198,13 +198,13 @@ class FusedLAMB(_Fused):
         self._norm: torch.Tensor | None = None
         if not any(group["max_grad_norm"] > 0 for group in self.param_groups):
             return
-        every = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        every = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         if state.initialized:
             # The model's parameters, not the master weights that these may be, are marked with their places.
-            marked = every if state.optimizer is None else [state.optimizer.model_parameter(each) for each in every]
-            self._norm = global_norm([(own, each.grad) for own, each in zip(marked, every, strict=True)])
+            marked = every if state.optimizer is None else [state.optimizer.model_parameter(param) for param in every]
+            self._norm = global_norm([(own, param.grad) for own, param in zip(marked, every, strict=True)])
         else:
-            self._norm = get_total_norm([each.grad for each in every])
+            self._norm = get_total_norm([param.grad for param in every])
 
     def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
         gradients = same_step.gradients

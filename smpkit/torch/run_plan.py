@@ -151,7 +151,7 @@ def _optimizer() -> str | None:
     """Return the optimizer's name in plans; None for one of which they do not know what it keeps."""
     if state.optimizer is None:
         return "sgd"
-    names = (each.__name__.lower() for each in type(state.optimizer.optimizer).__mro__)  # FusedAdam is torch's Adam
+    names = (base.__name__.lower() for base in type(state.optimizer.optimizer).__mro__)  # FusedAdam is torch's Adam
     name = next((name for name in names if name in OPTIMIZERS), None)
     used = {key for group in state.optimizer.param_groups for key in _MORE_STATES if group.get(key)}
     return "momentum" if name == "sgd" and used == {"momentum"} else None if used else name

@@ -133,7 +133,7 @@ def merge_shards(states: States | Sequence[States]) -> dict[int, Any]:
     """Return one mapping of states that may be a list of them, by rdp_rank."""
     if isinstance(states, Mapping):
         return dict(states)
-    return {number: entry for each in states for number, entry in each.items()}
+    return {number: entry for states_of_rank in states for number, entry in states_of_rank.items()}
 
 
 def to_local(states: States) -> dict[int, Any]:

@@ -98,7 +98,7 @@ def manifests(
             "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB_LABEL: name}},
         },
     ]
-    return [scheduled.without_none(each) for each in objects]
+    return [scheduled.without_none(manifest) for manifest in objects]
 
 
 def shown_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:

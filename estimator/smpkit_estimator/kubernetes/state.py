@@ -63,7 +63,7 @@ def status_of(job: Object, pods: Sequence[Object], now: datetime) -> JobStatus:
 def _state(job: Object) -> tuple[str, str, datetime | None]:
     """Return a Job's status, its phase, and when it ended."""
     status, metadata = job.get("status") or {}, job["metadata"]
-    conditions = {each["type"]: each for each in status.get("conditions") or () if each["status"] == "True"}
+    conditions = {entry["type"]: entry for entry in status.get("conditions") or () if entry["status"] == "True"}
     asked = STOPPED_AT in (metadata.get("annotations") or {})
     busy = (status.get("active") or 0) + (status.get("terminating") or 0)
     if "Complete" in conditions:
@@ -147,7 +147,7 @@ def _restarts(pods: Iterable[Object]) -> list[datetime]:
 
 def _disrupted(pod: Object) -> bool:
     conditions = pod.get("status", {}).get("conditions") or ()
-    return any(each["type"] == "DisruptionTarget" and each["status"] == "True" for each in conditions)
+    return any(entry["type"] == "DisruptionTarget" and entry["status"] == "True" for entry in conditions)
 
 
 def host_of(pod: Object) -> str:

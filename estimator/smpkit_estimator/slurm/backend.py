@@ -192,7 +192,7 @@ def _plan(
         notes = [*notes, *packing_notes(pack(sources))]
     root = Path(options.folder) if options.folder else runs_folder()
     run = root / name
-    inputs = {channel: Path(str(each.uri)) for channel, each in job.inputs.items()}
+    inputs = {channel: Path(str(source.uri)) for channel, source in job.inputs.items()}
     places = [str(place.parent) for place in named_places(job).values()]
     mounts = [str(root), *map(str, inputs.values()), *places, *options.mounts]
     around, before = container_words(runtime, job.image, mounts, gpus=bool(options.gpus_per_node or options.gres))
@@ -233,7 +233,8 @@ def _plan(
 
 def _with_absolute_places(job: JobConfig, folder: Path, inputs: Mapping[str, Path]) -> JobConfig:
     channels = {
-        name: each.model_copy(update={"uri": str(inputs.get(name, each.uri))}) for name, each in job.inputs.items()
+        name: source.model_copy(update={"uri": str(inputs.get(name, source.uri))})
+        for name, source in job.inputs.items()
     }
     updates: dict[str, Any] = {"inputs": channels}
     if job.output is not None and "://" not in job.output:

@@ -44,4 +44,4 @@ def open_report(name: str | None = None, other: str | None = None) -> Report:
         SmpkitError: there is no such run, or nothing is in its folder.
     """
     names = (name,) if other is None else (name, other)
-    return Report(page([content_of(open_run(each)) for each in names]))
+    return Report(page([content_of(open_run(name)) for name in names]))

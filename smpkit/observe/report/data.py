@@ -382,8 +382,8 @@ def _step_times(run: Run) -> tuple[StepTimes, ...]:
 
 def _main_step(times: Sequence[StepTimes]) -> StepTimes | None:
     """Return, of the step functions that train, else of all, the one where most time went."""
-    candidates = [each for each in times if each.trains] or times
-    return max(candidates, key=lambda each: sum(each.seconds), default=None)
+    candidates = [step for step in times if step.trains] or times
+    return max(candidates, key=lambda step: sum(step.seconds), default=None)
 
 
 def _chosen_steps(times: StepTimes) -> dict[int, str]:
@@ -413,7 +413,7 @@ def _step_views(run: Run, main: StepTimes) -> Iterator[StepView]:
             for stage in stages_of_step
         ]
         pipelines = tuple(map(as_json, steps, stages))
-        yield StepView(number, why, pipelines, tuple(each for each in memory if each is not None))
+        yield StepView(number, why, pipelines, tuple(timeline for timeline in memory if timeline is not None))
 
 
 def _memory(run: Run, number: int, rank: int, begin_ns: int) -> StepMemory | None:
@@ -421,13 +421,13 @@ def _memory(run: Run, number: int, rank: int, begin_ns: int) -> StepMemory | Non
     samples = run.step(rank, number).samples
     if not samples:
         return None
-    held = {kind: [getattr(each, kind) for each in samples] for kind in KINDS}
+    held = {kind: [getattr(sample, kind) for sample in samples] for kind in KINDS}
     return StepMemory(
         rank=rank,
-        at_seconds=tuple(round((each.at_ns - begin_ns) * 1e-9, 7) for each in samples),
+        at_seconds=tuple(round((sample.at_ns - begin_ns) * 1e-9, 7) for sample in samples),
         bytes={kind: tuple(None if size < 0 else size for size in sizes) for kind, sizes in held.items()},
-        out=tuple(each.bytes_out for each in samples),
-        back=tuple(each.bytes_back for each in samples),
+        out=tuple(sample.bytes_out for sample in samples),
+        back=tuple(sample.bytes_back for sample in samples),
     )
 
 

@@ -36,7 +36,7 @@ _ALWAYS_DIFFERENT: Final = ("started", "command")
 def page(contents: Sequence[Content]) -> str:
     """Return the report of one run, or of two beside each other, as HTML."""
     runs = [_RunView(content, index, len(contents)) for index, content in enumerate(contents)]
-    settings = _rows([{each.name: (each.value, each.origin) for each in run.settings} for run in runs])
+    settings = _rows([{setting.name: (setting.value, setting.origin) for setting in run.settings} for run in runs])
     environment = _rows([{name: (value, "") for name, value in run.environment.items()} for run in runs])
     return _template().render(
         runs=runs,
@@ -103,7 +103,7 @@ class _RunView:
 
     def bar(self, rank: RankSummary) -> Iterator[tuple[str, str, str]]:
         """Yield the parts of a bar 100 wide, which is the longest step of a rank: name, begin and width."""
-        longest = max(each.split.total for each in self.splits)
+        longest = max(rank.split.total for rank in self.splits)
         at = 0.0
         for part in self.parts:
             width = 100 * getattr(rank.split, part) / longest
@@ -187,8 +187,8 @@ class _Row:
 
 
 def _rows(known: Sequence[dict[str, tuple[str, str]]]) -> list[_Row]:
-    names = dict.fromkeys(name for each in known for name in each)
-    return [_Row(name, [each.get(name, (_NOTHING, "")) for each in known]) for name in names]
+    names = dict.fromkeys(name for values in known for name in values)
+    return [_Row(name, [values.get(name, (_NOTHING, "")) for values in known]) for name in names]
 
 
 def _compared(before: _RunView, after: _RunView) -> Iterator[tuple[str, str, str, str]]:

@@ -124,7 +124,7 @@ class SegmentGraph:
         """
         segments = [Segment(rank, index) for rank, count in enumerate(counts) for index in range(count)]
         # What a rank keeps from one of its segments to the next travels nowhere, but orders them.
-        kept = [Transfer(Segment(each.rank, each.index - 1), each) for each in segments if each.index]
+        kept = [Transfer(Segment(segment.rank, segment.index - 1), segment) for segment in segments if segment.index]
         return cls(len(counts), tuple(segments), (*messages, *kept), has_backward)
 
     @cached_property
@@ -142,7 +142,7 @@ class SegmentGraph:
         try:
             return tuple(sorter.static_order())
         except CycleError as error:
-            cycle = " -> ".join(f"({each})" for each in error.args[1])
+            cycle = " -> ".join(f"({segment})" for segment in error.args[1])
             raise ScheduleError(f"the segments wait for each other in a circle: {cycle}") from None
 
     @cached_property
@@ -174,7 +174,7 @@ class SegmentGraph:
     @cached_property
     def is_chain(self) -> bool:
         """Whether each rank has one segment, and hands values to the next rank alone, as in `chain`."""
-        steps = [(each.source, each.target) for each in self.transfers]
+        steps = [(transfer.source, transfer.target) for transfer in self.transfers]
         ranks = [Segment(rank, 0) for rank in range(self.num_ranks)]
         return self.has_backward and list(self.segments) == ranks and steps == list(pairwise(ranks))
 

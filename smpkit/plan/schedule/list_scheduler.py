@@ -51,7 +51,7 @@ def list_schedule(
     tasks = tasks_of(graph, costs, split_backward)
     own = [[task for task in tasks if task.segment.rank == rank] for rank in range(graph.num_ranks)]
     limits = zip(caps, depths or caps, own, strict=True)
-    ranks = [_RankQueue(*each, num_microbatches, holds_backwards=forwards_first) for each in limits]
+    ranks = [_RankQueue(*limit, num_microbatches, holds_backwards=forwards_first) for limit in limits]
     links = LinkModel(costs)
     missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
     ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]

@@ -94,9 +94,9 @@ class _Search:
         candidates = list(self._tried(split=False))
         if split_backward:
             candidates += self._tried(split=True)
-        fastest = min(each.seconds for each in candidates)
-        equals = [each for each in candidates if each.seconds <= fastest * (1 + _WORTH)]
-        return min(equals, key=lambda each: each.order).schedule
+        fastest = min(candidate.seconds for candidate in candidates)
+        equals = [candidate for candidate in candidates if candidate.seconds <= fastest * (1 + _WORTH)]
+        return min(equals, key=lambda candidate: candidate.order).schedule
 
     def _tried(self, split: bool) -> Iterator[_Candidate]:
         """Yield candidates, until no further one can be faster by enough."""

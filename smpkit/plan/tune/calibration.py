@@ -145,7 +145,7 @@ def measured_flops(folder: Path, half: str | None) -> float | None:
     except UsageError:
         return None
     refusal, others = differences(calibration.machine, this_machine())
-    rates = [each.shared_flops_per_second for each in calibration.matmul if each.dtype == (half or "float32")]
+    rates = [rate.shared_flops_per_second for rate in calibration.matmul if rate.dtype == (half or "float32")]
     return None if refusal or others else max(rates, default=None)
 
 

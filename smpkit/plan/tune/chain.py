@@ -126,8 +126,8 @@ class ChainChoice:
 def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: ChainLimits) -> ChainCost:
     """Return what choices cost."""
     pairs = list(zip(layers, choices, strict=True))
-    largest = max((each.saved_bytes for each, choice in pairs if choice is not Choice.KEEP), default=0)
-    window = max((each.input_bytes for each, choice in pairs if choice is Choice.OFFLOAD), default=0)
+    largest = max((layer.saved_bytes for layer, choice in pairs if choice is not Choice.KEEP), default=0)
+    window = max((layer.input_bytes for layer, choice in pairs if choice is Choice.OFFLOAD), default=0)
     once = limits.once_bytes(largest, window)
     compute = device = host = 0.0
     for index, (layer, choice) in enumerate(pairs):
@@ -135,7 +135,7 @@ def cost_of(layers: Sequence[ChainLayer], choices: Sequence[Choice], limits: Cha
         compute += layer.forward_seconds + layer.backward_seconds + more
         device += on_device
         host += on_host
-    forward = sum(each.forward_seconds for each in layers)
+    forward = sum(layer.forward_seconds for layer in layers)
     return ChainCost(_seconds(compute, forward, host, limits), device + once, host)
 
 
@@ -177,8 +177,8 @@ def choose(layers: Sequence[ChainLayer], limits: ChainLimits) -> ChainChoice | N
     wait longest for their backward.
     """
     sums, complete = _sums(layers, limits)
-    forward = sum(each.forward_seconds for each in layers)
-    base = forward + sum(each.backward_seconds for each in layers)
+    forward = sum(layer.forward_seconds for layer in layers)
+    base = forward + sum(layer.backward_seconds for layer in layers)
     # Of each case the best sum; what it holds once may be less than the case has room for.
     best = [
         min(states, key=lambda state: (_seconds(base + state[0], forward, state[2], limits), state[1], state[2]))
@@ -204,10 +204,12 @@ def smallest_bytes(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
 
 def _sums(layers: Sequence[ChainLayer], limits: ChainLimits) -> tuple[list[list[_State]], bool]:
     """Return the sums of each case of [Note: sums], and whether none had to be merged."""
-    free = [each for each in layers if each.input_bytes]
+    free = [layer for layer in layers if layer.input_bytes]
     cases = [_sums_of_case(layers, limits, 0, 0)]
-    for largest in sorted({each.saved_bytes for each in free}):
-        inputs = {each.input_bytes for each in free if each.saved_bytes <= largest and Choice.OFFLOAD in limits.allowed}
+    for largest in sorted({layer.saved_bytes for layer in free}):
+        inputs = {
+            layer.input_bytes for layer in free if layer.saved_bytes <= largest and Choice.OFFLOAD in limits.allowed
+        }
         cases += [_sums_of_case(layers, limits, largest, window) for window in (0, *sorted(inputs))]
     return [states for states, _ in cases], all(complete for _, complete in cases)
 
@@ -307,12 +309,12 @@ def _ordered(layers: Sequence[ChainLayer], choices: Sequence[Choice]) -> tuple[C
 
 def _bound(layers: Sequence[ChainLayer], limits: ChainLimits) -> float:
     """Return a time that no choices are faster than: parts of layers are recomputed, and offloading is free."""
-    base = sum(each.forward_seconds + each.backward_seconds for each in layers)
-    missing = sum(each.saved_bytes for each in layers) * limits.live - limits.device_bytes
+    base = sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
+    missing = sum(layer.saved_bytes for layer in layers) * limits.live - limits.device_bytes
     cheap = sorted(
-        (each.again_seconds / (each.saved_bytes * limits.live), each.saved_bytes * limits.live)
-        for each in layers
-        if each.input_bytes and each.saved_bytes
+        (layer.again_seconds / (layer.saved_bytes * limits.live), layer.saved_bytes * limits.live)
+        for layer in layers
+        if layer.input_bytes and layer.saved_bytes
     )
     for rate, num_bytes in cheap:
         if missing <= 0:

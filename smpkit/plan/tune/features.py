@@ -76,10 +76,10 @@ def peak_of(plan: Plan) -> int:
 
 
 def _host_bytes(plan: Plan) -> int:
-    return max((each.host_bytes for each in plan.memory), default=0)
+    return max((memory.host_bytes for memory in plan.memory), default=0)
 
 
 def _of_sample(plan: Plan) -> float:
     """Return what is proportional to the time of a sample: with more stages there are fewer replicas."""
-    stall = max((each.stall_seconds for each in plan.forecasts), default=0.0)
+    stall = max((forecast.stall_seconds for forecast in plan.forecasts), default=0.0)
     return (plan.timeline.makespan_seconds + stall) * plan.mesh.pp_size

@@ -132,14 +132,14 @@ def from_calibration(calibration: Calibration) -> Machine:
     on_host = machine.device_memory_bytes == 0
     rates: dict[str, float] = {}
     shared: dict[str, float] = {}
-    for each in calibration.matmul:
-        if each.flops_per_second > rates.get(each.dtype, 0.0):
-            rates[each.dtype], shared[each.dtype] = each.flops_per_second, each.shared_flops_per_second
+    for rate in calibration.matmul:
+        if rate.flops_per_second > rates.get(rate.dtype, 0.0):
+            rates[rate.dtype], shared[rate.dtype] = rate.flops_per_second, rate.shared_flops_per_second
     single = rates.get("float32") or max(rates.values())
     half = max((rates[name] for name in ("bfloat16", "float16") if name in rates), default=single)
     speed = min(1.0, max(shared[name] / rates[name] for name in rates))
     memory = calibration.memory_bytes_per_second / 2
-    local = _fit([(each.num_bytes, each.seconds) for each in calibration.messages], rounds=1, share=1.0)
+    local = _fit([(message.num_bytes, message.seconds) for message in calibration.messages], rounds=1, share=1.0)
     local = local or Channel(memory)
     return Machine(
         name=machine.host,
@@ -174,8 +174,8 @@ def _speed_of(link: HostLink) -> LinkSpeed:
 
 def _collectives(calibration: Calibration) -> dict[tuple[Operation, int], Channel]:
     measured: dict[tuple[Operation, int], list[tuple[float, float]]] = {}
-    for each in calibration.collectives:
-        measured.setdefault((each.operation, each.ranks), []).append((each.num_bytes, each.seconds))
+    for op in calibration.collectives:
+        measured.setdefault((op.operation, op.ranks), []).append((op.num_bytes, op.seconds))
     fitted = {}
     for (operation, ranks), points in measured.items():
         rounds = (2 if operation == "all_reduce" else 1) * (ranks - 1)

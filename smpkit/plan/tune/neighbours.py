@@ -93,7 +93,7 @@ def speed_changes(config: ModelParallelConfig, *, on_host: bool) -> Iterator[dic
         yield {**base, "pipeline": name}
     for weight in (0.0, 0.2, 0.5):
         yield {**base, "memory_weight": weight}
-    for active in sorted({min(each, rounds) for each in (stages, stages + 2, 2 * stages, rounds)}):
+    for active in sorted({min(count, rounds) for count in (stages, stages + 2, 2 * stages, rounds)}):
         yield {**base, "active_microbatches": active}
     yield {**base, "active_microbatches": rounds, "pipeline": "simple"}
     unlimited = {key: value for key, value in base.items() if key != "active_microbatches"}

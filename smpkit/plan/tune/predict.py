@@ -147,7 +147,7 @@ def predict(config: ModelParallelConfig, job: Job) -> Prediction | RuledOut:
             plan = decide(config, job.ranks, chosen, speed, job.optimizer)
         except ConfigError as error:
             return RuledOut("partition", error.problems[0].message)
-        if all(each.total_bytes <= room[0] and each.host_bytes <= room[1] for each in plan.memory):
+        if all(memory.total_bytes <= room[0] and memory.host_bytes <= room[1] for memory in plan.memory):
             return Prediction(config, job, plan, choices, _parts(config, job, model, plan, mesh, speed), gap)
         others = choose_layers(config, plan, layers, choices, room, speed, on_host=job.machine.on_host)
         if isinstance(others, RuledOut):
@@ -166,7 +166,8 @@ def as_divided(model: ModelFacts, config: ModelParallelConfig) -> ModelFacts:
     if half is None or config.sharded_data_parallel_degree == 1:
         return model
     tensors = {
-        name: in_dtype(each, "float32", 4) if each.dtype == half else each for name, each in model.tensors.items()
+        name: in_dtype(tensor, "float32", 4) if tensor.dtype == half else tensor
+        for name, tensor in model.tensors.items()
     }
     return replace(model, tensors=tensors)
 
@@ -223,8 +224,8 @@ def _parts(
         "compute": busy[slowest] - waited,
         "bubble": max(timeline.makespan_seconds, shared) - busy[slowest],
         "communication": waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
-        "stall": max((each.stall_seconds for each in plan.forecasts), default=0.0),
-        "optimizer": max(_num_updated(each, job.optimizer) for each in plan.memory) / machine.updates_per_second,
+        "stall": max((forecast.stall_seconds for forecast in plan.forecasts), default=0.0),
+        "optimizer": max(_num_updated(memory, job.optimizer) for memory in plan.memory) / machine.updates_per_second,
     }
 
 
@@ -236,7 +237,7 @@ def _exposed_seconds(
     degree = config.sharded_data_parallel_degree
     if degree > 1:
         half = half_of(config) is not None
-        whole = sum(2 * each.num_elements if half else each.num_bytes for each in model.tensors.values())
+        whole = sum(2 * tensor.num_elements if half else tensor.num_bytes for tensor in model.tensors.values())
         gather = machine.collective_seconds("all_gather", whole, degree, hosts)
         scatter = machine.collective_seconds("reduce_scatter", whole, degree, hosts)
         return max(0.0, rounds * (2 * gather + scatter) - busy[0])

@@ -64,14 +64,14 @@ class SearchResult:
     def distinct(self) -> list[Prediction]:
         """The best, of those with one prediction the first; another `memory_weight` often leads to the same parts."""
         first: dict[str, Prediction] = {}
-        for each in self.best:
-            held = [memory.total_bytes for memory in each.plan.memory]
-            first.setdefault(repr((each.parts, held, sorted(each.choices.items()))), each)
+        for prediction in self.best:
+            held = [memory.total_bytes for memory in prediction.plan.memory]
+            first.setdefault(repr((prediction.parts, held, sorted(prediction.choices.items()))), prediction)
         return list(first.values())
 
 
 def search(
-    job: Job, given: Mapping[str, Any], *, budget_seconds: float = 20.0, clock: Callable[[], float] = time.monotonic
+    job: Job, fixed: Mapping[str, Any], *, budget_seconds: float = 20.0, clock: Callable[[], float] = time.monotonic
 ) -> SearchResult:
     """Return the best configurations.
 
@@ -81,7 +81,7 @@ def search(
         budget_seconds: for predictions; what has begun is finished.
     """
     began = clock()
-    seen = _Seen(job, given)
+    seen = _Seen(job, fixed)
     present = seen.present()
     candidates = list(_candidates(seen))
     patience = began + _PATIENCE * budget_seconds
@@ -97,7 +97,7 @@ def search(
     return SearchResult(
         best=tuple(ranking),
         present=present,
-        num_predicted=sum(getattr(each, "kind", "") != "states" for _, each in seen.outcomes.values()),
+        num_predicted=sum(getattr(outcome, "kind", "") != "states" for _, outcome in seen.outcomes.values()),
         unseen_gap=gap,
         ruled_out=seen.reasons(),
         nearest=None if ranking else seen.nearest(),

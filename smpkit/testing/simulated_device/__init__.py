@@ -299,11 +299,11 @@ def no_races(policy: str = "random", seed: int = 0) -> Iterator[None]:
         for index in range(_loaded[0]):
             torch.accelerator.synchronize(index)
     except Exception as error:
-        if (found := races()) and hasattr(error, "add_note"):
-            error.add_note(str(RaceFound(found)))
+        if (races_found := races()) and hasattr(error, "add_note"):
+            error.add_note(str(RaceFound(races_found)))
         raise
-    if found := races():
-        raise RaceFound(found)
+    if races_found := races():
+        raise RaceFound(races_found)
 
 
 def now() -> float:
@@ -314,7 +314,7 @@ def now() -> float:
 
 def timeline() -> list[Span]:
     """Return what the devices have done since the last call, after `configure(traced=True)`."""
-    return [Span(*each) for each in zip(*torch.ops.sim.spans(), strict=True)]
+    return [Span(*row) for row in zip(*torch.ops.sim.spans(), strict=True)]
 
 
 def sleep(seconds: float) -> None:
@@ -368,14 +368,14 @@ def library() -> Path:
     for source in sources:
         digest.update(source.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "smpkit")
-    found = folder / f"simulated_device-{digest.hexdigest()[:20]}.so"
-    if not found.exists():
+    library = folder / f"simulated_device-{digest.hexdigest()[:20]}.so"
+    if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "simulated_device.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not found.exists():
-                _compile(found)
-    return found
+            if not library.exists():
+                _compile(library)
+    return library
 
 
 def _compile(target: Path) -> None:
@@ -387,12 +387,12 @@ def _compile(target: Path) -> None:
         )
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder, target.name)
+        compiled = Path(folder, target.name)
         includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
         libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
         if os.uname().sysname == "Darwin":  # Python's own symbols are found when the library is loaded
             libraries.append("-Wl,-undefined,dynamic_lookup")
-        command = [program, *_FLAGS, *includes, str(_SOURCES / "library.cpp"), "-o", str(made), *libraries]
+        command = [program, *_FLAGS, *includes, str(_SOURCES / "library.cpp"), "-o", str(compiled), *libraries]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
         except subprocess.CalledProcessError as error:
@@ -404,4 +404,4 @@ def _compile(target: Path) -> None:
             ) from None
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"{program} did not compile the simulated device: {error}") from error
-        made.replace(target)
+        compiled.replace(target)

@@ -214,9 +214,9 @@ class SmpTrainer:
         # Tied weights are saved once, so what is missing under one name may have come under another; and the file of an
         # adapter has its own weights alone.
         missing, module = set(result.missing_keys), self.model_wrapped.module
-        loaded = {id(each) for name, each in module.named_parameters(remove_duplicate=False) if name not in missing}
-        expected = {name: each for name, each in module.named_parameters() if not names or name in names.values()}
-        result.missing_keys[:] = [name for name, each in expected.items() if id(each) not in loaded]
+        loaded = {id(weight) for name, weight in module.named_parameters(remove_duplicate=False) if name not in missing}
+        expected = {name: weight for name, weight in module.named_parameters() if not names or name in names.values()}
+        result.missing_keys[:] = [name for name, weight in expected.items() if id(weight) not in loaded]
         self._issue_warnings_after_load(result)
         return True
 
@@ -227,9 +227,9 @@ def _check_states_of_all_ranks(checkpoint: str) -> None:
     own = [Path(name).name for name in names_to_load(f"{Path(checkpoint, _OPTIMIZER)}")]
     if state.rdp_rank > 0 and state.cfg.sharded_data_parallel_degree > 1:
         del own[1:]  # the file without a replica's number has replica 0's part, of the same shapes
-    found = next((name for name in own if name in here), None)
-    answers = allgather((here, found, own[0]), CommGroup.WORLD)
-    there = {name for each, _, _ in answers for name in each}  # none: `save_only_model`
+    common = next((name for name in own if name in here), None)
+    answers = allgather((here, common, own[0]), CommGroup.WORLD)
+    there = {name for names, _, _ in answers for name in names}  # none: `save_only_model`
     if there and there != {name for _, name, _ in answers}:
         names = ", ".join(sorted(there))
         expected = ", ".join(sorted({name or wanted for _, name, wanted in answers}))
@@ -351,7 +351,7 @@ def adapt_accelerator(accelerator: Any) -> None:
         return map_leaves(functools.partial(_reduce, reduction, group), tensor)
 
     def gather_object(objects: list[Any]) -> list[Any]:
-        return [each for objects_of_one in allgather(objects, group) for each in objects_of_one]
+        return [item for objects_of_one in allgather(objects, group) for item in objects_of_one]
 
     unwrap = accelerator.unwrap_model
 
@@ -389,7 +389,7 @@ def _reduce(reduction: str, group: CommGroup, value: Any) -> Any:
     """Return the sum, the mean or the largest of a tensor over the group."""
     if not isinstance(value, torch.Tensor):
         return value
-    values = torch.stack([each.to(value.device) for each in allgather(value.detach().cpu(), group)])
+    values = torch.stack([part.to(value.device) for part in allgather(value.detach().cpu(), group)])
     return values.amax(0) if reduction == "max" else values.mean(0) if reduction == "mean" else values.sum(0)
 
 

@@ -75,14 +75,14 @@ class Splitter:
     ) -> list[MicrobatchCall]:
         """Return the arguments of each of `count` microbatches, with cut tensors on `device`."""
         positional, named = self._arguments(args, kwargs)
-        for each in (*positional, *named):
-            if isinstance(each.value, DataLoader):
+        for argument in (*positional, *named):
+            if isinstance(argument.value, DataLoader):
                 raise UsageError(
-                    f"argument `{each.name}` of `{self.function.__name__}` is a DataLoader",
+                    f"argument `{argument.name}` of `{self.function.__name__}` is a DataLoader",
                     hint="a step gets one batch: loop over the loader outside it, and pass each batch in",
                 )
-        by_position = [_split(each, each.value, count, device) for each in positional]
-        by_name = {each.name: _split(each, each.value, count, device) for each in named}
+        by_position = [_split(argument, argument.value, count, device) for argument in positional]
+        by_name = {argument.name: _split(argument, argument.value, count, device) for argument in named}
         args_of = list(zip(*by_position, strict=True)) or [()] * count
         kwargs_of = [dict(zip(by_name, parts, strict=True)) for parts in zip(*by_name.values(), strict=True)]
         return list(map(MicrobatchCall, args_of, kwargs_of or [{} for _ in range(count)]))
@@ -93,13 +93,13 @@ class Splitter:
         A tensor of integers with two axes is taken for text: samples and positions.
         """
         positional, named = self._arguments(args, kwargs)
-        for each in (*positional, *named):
-            if each.axis is None:  # every microbatch gets it whole
+        for argument in (*positional, *named):
+            if argument.axis is None:  # every microbatch gets it whole
                 continue
-            for tensor in tensors_in(each.value):
+            for tensor in tensors_in(argument.value):
                 if tensor.dim():
                     is_text = tensor.dim() == 2 and tensor.dtype in (torch.int32, torch.int64)
-                    return tensor.shape[each.axis], tensor.numel() if is_text else 0
+                    return tensor.shape[argument.axis], tensor.numel() if is_text else 0
         return 0, 0
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[_Argument], list[_Argument]]:
@@ -140,7 +140,7 @@ def _split(argument: _Argument, value: Any, count: int, device: torch.device) ->
 def _refuse_samples(argument: _Argument, value: list[Any]) -> None:
     """Refuse a list of samples, each with its own number of boxes, say: a part of each would go to each microbatch."""
     axis = argument.axis or 0
-    sizes = {each.shape[axis]: None for each in tensors_in(value) if -each.dim() <= axis < each.dim()}
+    sizes = {tensor.shape[axis]: None for tensor in tensors_in(value) if -tensor.dim() <= axis < tensor.dim()}
     if len(sizes) > 1:
         first, second, *_ = sizes
         raise UsageError(
@@ -178,7 +178,7 @@ def _split_tensor(
     parts = [whole.narrow(axis, index * part, part) for index in range(count)]
     # Views of one tensor count their changes in place together: backward would refuse what a microbatch has kept of its
     # part, because a later one has changed another. `.data` counts on its own.
-    return parts if whole.requires_grad else [each.data for each in parts]
+    return parts if whole.requires_grad else [part.data for part in parts]
 
 
 @dataclass

@@ -223,14 +223,14 @@ class State(Place):
         if self.model is None or self.optimizer is None:
             raise UsageError("there is no model or no optimizer yet", hint="wrap both first")
         names = {id(parameter): name for name, parameter in self.model.module.named_parameters()}
-        numbered = enumerate(each for group in self.optimizer.param_groups for each in group["params"])
-        by_number = {index: names.get(id(self.optimizer.model_parameter(each))) for index, each in numbered}
+        numbered = enumerate(parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        by_number = {index: names.get(id(self.optimizer.model_parameter(parameter))) for index, parameter in numbered}
         return [{index: name for index, name in by_number.items() if name is not None} for _ in range(self.tp_size)]
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
         """By tp_rank, the numbers of the optimizer's parameters in its state dict by their names."""
-        return [{name: index for index, name in each.items()} for each in self.param_index_to_name_tp_group]
+        return [{name: index for index, name in indices.items()} for indices in self.param_index_to_name_tp_group]
 
 
 _SET_BY_INIT: Final = frozenset(Place.__annotations__) | frozenset(State.__annotations__)

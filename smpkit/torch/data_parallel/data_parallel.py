@@ -61,7 +61,9 @@ def replicate(module: nn.Module, placement: Placement, reduction: ReductionOptio
         check_same_model(module, placement)
     placement.make_groups()
     placements = placement.local
-    if all(each.replica_group is None and each.reduce_group is None and each.grad_scale == 1 for each in placements):
+    if all(
+        placed.replica_group is None and placed.reduce_group is None and placed.grad_scale == 1 for placed in placements
+    ):
         return None
     return DataParallel(module, placements, reduction)
 
@@ -77,7 +79,7 @@ class DataParallel(StepParticipant):
     ) -> None:
         self._reduction = reduction
         # What is added to these modules later is seen; a module that is added later is no part of this rank's model.
-        self._buffers_by_module = [each._buffers for each in module.modules()]
+        self._buffers_by_module = [part._buffers for part in module.modules()]
         self._passes = 0
         self._placements = placements
         self._comparisons_left = UPDATES_COMPARED
@@ -85,10 +87,10 @@ class DataParallel(StepParticipant):
         broadcast_parameters(placements)
         if self._has_replicas:
             self._broadcast_all_buffers()
-        self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
-        reduced = [each for each in placements if each.reduce_group is not None]
+        self._grad_scaling = GradientScaling((placed.parameter, placed.grad_scale) for placed in placements)
+        reduced = [placed for placed in placements if placed.reduce_group is not None]
         self.reducer = GradientReducer(
-            [(each.name, each.parameter, reduce_target_of(each)) for each in reduced],
+            [(placed.name, placed.parameter, reduce_target_of(placed)) for placed in reduced],
             bucket_cap_bytes=reduction.bucket_cap_bytes,
         )
         is_sharded = state.cfg.shard_optimizer_state and state.cfg.ddp
@@ -147,10 +149,10 @@ class DataParallel(StepParticipant):
 
     def _broadcast_all_buffers(self) -> None:
         """Copy the buffers of the first replica to the others; pieces only to the ranks that hold the same piece."""
-        own = {id(each): each for buffers in filter(None, self._buffers_by_module) for each in buffers.values()}
-        buffers = [each for each in own.values() if each is not None and each.device.type != "meta"]
+        own = {id(buffer): buffer for buffers in filter(None, self._buffers_by_module) for buffer in buffers.values()}
+        buffers = [buffer for buffer in own.values() if buffer is not None and buffer.device.type != "meta"]
         whole, piece = state.process_group(CommGroup.DP_GROUP), state.process_group(CommGroup.RDP_GROUP)
-        broadcast_tensors([(each, (piece if is_tp_shard(each) else whole, 0)) for each in buffers], _REPLICATED)
+        broadcast_tensors([(buffer, (piece if is_tp_shard(buffer) else whole, 0)) for buffer in buffers], _REPLICATED)
 
     def _begin_pass(self, training: bool, on_backward_end: Callable[[], None] | None = None) -> None:
         self._grad_scaling.refresh()
@@ -179,7 +181,7 @@ class DataParallel(StepParticipant):
 
 def broadcast_parameters(placements: Iterable[ParameterPlacement]) -> None:
     """Copy parameters from the first replica, whose ranks are the first of their groups, to all that hold the same."""
-    held = [(each.parameter, each.replica_group) for each in placements]
+    held = [(placed.parameter, placed.replica_group) for placed in placements]
     broadcast_tensors([(parameter, (group, 0)) for parameter, group in held if group is not None], _REPLICATED)
 
 

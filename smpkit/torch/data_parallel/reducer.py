@@ -211,7 +211,7 @@ class GradientReducer:
         self.buckets = plan_buckets(live, self._bucket_cap_bytes, lambda param: self._targets[id(param)])
         for bucket in self.buckets:
             size = dist.get_world_size(bucket.group)
-            for param in (each for each in bucket.params if each.requires_grad):
+            for param in (param for param in bucket.params if param.requires_grad):
                 self._handles.append(param.register_post_accumulate_grad_hook(self._listener(bucket, id(param))))  # type: ignore[no-untyped-call]
                 if bucket.owner is not None and bucket.is_owner:
                     self._handles.append(param.register_hook(functools.partial(self._divide, param, size)))  # type: ignore[no-untyped-call]

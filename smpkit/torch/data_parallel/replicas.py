@@ -50,7 +50,7 @@ def check_same(lines: Sequence[str], group: dist.ProcessGroup, subject: str, nou
         return
     descriptions = gather_objects(list(lines), group, what)
     ranks = dist.get_process_group_ranks(group)
-    other = next(index for index, each in enumerate(digests) if each != digests[0])
+    other = next(index for index, digest in enumerate(digests) if digest != digests[0])
     raise UsageError(
         f"{subject} between data-parallel ranks {ranks[0]} and {ranks[other]}: "
         f"{_first_difference(descriptions[0], descriptions[other], noun)}",
@@ -89,9 +89,9 @@ def check_same_weights(placements: Iterable[ParameterPlacement]) -> None:
     initialises) writes other values in each replica, and updates keep the difference.
     """
     by_group: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
-    for each in placements:
-        if each.replica_group is not None and each.parameter.requires_grad:
-            by_group.setdefault(each.replica_group, {})[each.name] = each.parameter
+    for placed in placements:
+        if placed.replica_group is not None and placed.parameter.requires_grad:
+            by_group.setdefault(placed.replica_group, {})[placed.name] = placed.parameter
     for group, weights in by_group.items():
         norms = gather_objects(norms_of_weights(weights.values()).tolist(), group, "the comparison of weights")
         for name, (first, *others) in zip(weights, zip(*norms, strict=True), strict=True):
@@ -114,8 +114,8 @@ _ROUNDING: Final = 1e-3
 def norms_of_weights(weights: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the norm of each, on their device."""
     # Summed in float32 at least.
-    wide = [(each, torch.promote_types(each.dtype, torch.float32)) for each in weights]
-    norms = [torch.linalg.vector_norm(each, dtype=dtype).float() for each, dtype in wide]
+    wide = [(weight, torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
+    norms = [torch.linalg.vector_norm(weight, dtype=dtype).float() for weight, dtype in wide]
     return torch.stack(norms) if norms else torch.empty(0, device=state.device)
 
 
@@ -123,12 +123,13 @@ def _describe(module: nn.Module, placement: Placement) -> tuple[list[str], list[
     """Return lines that describe the pieces of tensor-parallel parameters, and lines for everything else."""
     pieces: list[str] = []
     whole: list[str] = []
-    for each in placement:
-        param, shard = each.parameter, each.shard
-        line = f"parameter {each.name} {tuple(param.shape)} {param.dtype}" + ("" if param.requires_grad else " frozen")
+    for placed in placement:
+        param, shard = placed.parameter, placed.shard
+        frozen = "" if param.requires_grad else " frozen"
+        line = f"parameter {placed.name} {tuple(param.shape)} {param.dtype}{frozen}"
         if shard is not None:
             line += f" of {shard.shape} along {shard.dim} in {shard.parts}, {shard.group.value} x {shard.scale}"
-        (pieces if each.is_tp_shard else whole).append(line)
+        (pieces if placed.is_tp_shard else whole).append(line)
     return pieces, whole + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
 

@@ -59,10 +59,10 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
     """
     check_same_model(module, placement)
     placement.make_groups()
-    for each in placement:
-        if each.grad_scale != 1:
+    for placed in placement:
+        if placed.grad_scale != 1:
             raise UnsupportedError(
-                f"`{each.name}` has a gradient that is multiplied by {each.grad_scale:g}, which sharded data "
+                f"`{placed.name}` has a gradient that is multiplied by {placed.grad_scale:g}, which sharded data "
                 "parallelism does not do",
                 hint="set `prescaled_batch: true` and `optimize: speed`, or sharded_data_parallel_degree to 1",
             )
@@ -72,29 +72,29 @@ def shard_model(module: nn.Module, placement: Placement, reduction: ReductionOpt
     blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
     apart, apart_alone = _gathered_apart(module, blocks)
-    whole = [each for each in placement if not _is_divisible(each.parameter) or each.parameter in apart_alone]
+    whole = [placed for placed in placement if not _is_divisible(placed.parameter) or placed.parameter in apart_alone]
     seed = common_seed()
     _materialize(module, whole, seed)
-    left = {each.parameter: each for each in placement if each not in whole}
+    left = {placed.parameter: placed for placed in placement if placed not in whole}
     mesh = _mesh()
     # What lies inside first: `fully_shard` gives a module what none inside it has taken.
-    inner = dict.fromkeys(each for each in (*apart, *blocks) if each is not module)
+    inner = dict.fromkeys(block for block in (*apart, *blocks) if block is not module)
     gathered: dict[nn.Module, list[str]] = {}
     for block in [*inner, module]:
-        parts = [left.pop(each) for each in block.parameters() if each in left]
+        parts = [left.pop(parameter) for parameter in block.parameters() if parameter in left]
         _materialize(module, parts, seed)
-        is_large = sum(each.parameter.numel() for each in parts) >= state.cfg.sdp_param_persistence_threshold
-        is_used_outside = any(is_registered(each.parameter) for each in parts)
+        is_large = sum(placed.parameter.numel() for placed in parts) >= state.cfg.sdp_param_persistence_threshold
+        is_used_outside = any(is_registered(placed.parameter) for placed in parts)
         fully_shard(
             block,
             mesh=mesh,
             reshard_after_forward=block is not module and is_large and not is_used_outside,
             mp_policy=_FLOAT32 if block in apart else _precision(),
-            ignored_params={each.parameter for each in whole},
+            ignored_params={placed.parameter for placed in whole},
         )
         _name_as_before(type(block))
         block.register_forward_pre_hook(_refuse_other_weights, prepend=True)  # before torch's own, which replaces them
-        gathered[block] = [each.name for each in parts]
+        gathered[block] = [placed.name for placed in parts]
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
@@ -131,7 +131,7 @@ class ShardedDataParallel(DataParallel):
         self._root = module
         self._failed = False
         now = dict(module.named_parameters())
-        self._replaced = {each.parameter: now[each.name] for each in before}
+        self._replaced = {placed.parameter: now[placed.name] for placed in before}
         """What took the place of each parameter from before."""
         for parameter, replacement in self._replaced.items():
             copy_mark_to(replacement, parameter)
@@ -184,7 +184,7 @@ class ShardedDataParallel(DataParallel):
     def replace_parameters_of(self, optimizer: Any) -> None:
         """Put the divided parameters into an optimizer that was made with the whole ones, and divide its states."""
         for group in optimizer.param_groups:
-            group["params"] = [self._replaced.get(each, each) for each in group["params"]]
+            group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
         # Some optimizers have states from the beginning, such as Adagrad; others of training before.
         for before, after in self._replaced.items():
             for key, value in optimizer.state.pop(before, {}).items():
@@ -197,7 +197,7 @@ class ShardedDataParallel(DataParallel):
         """Keep the block of a parameter, of before or now, gathered from its forward to its backward."""
         divided = self._replaced.get(parameter, parameter)
         for module in self._root.modules():
-            if isinstance(module, FSDPModule) and any(each is divided for each in module.parameters()):
+            if isinstance(module, FSDPModule) and any(parameter is divided for parameter in module.parameters()):
                 module.set_reshard_after_forward(False, recurse=False)
 
     def begin_step(self, step: StepProgress) -> None:
@@ -237,9 +237,9 @@ class ShardedDataParallel(DataParallel):
         """
         if may_go_backward and self._root.training and torch.is_grad_enabled():
             return
-        for each in self._root.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def end_accumulation(self) -> None:
         self._reduce_rest()
@@ -331,22 +331,22 @@ def _settle_dtypes(module: nn.Module) -> None:
     Else it does so in the first forward, and for a block that is frozen there it chooses none: once that is unfrozen,
     its gradients in half precision would meet weights in float32.
     """
-    frozen = [each for each in module.parameters() if isinstance(each, DTensor) and not each.requires_grad]
-    for each in frozen:
-        each.requires_grad_(True)
+    frozen = [param for param in module.parameters() if isinstance(param, DTensor) and not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
     fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]
-    for each in frozen:
-        each.requires_grad_(False)
+    for param in frozen:
+        param.requires_grad_(False)
 
 
 def _refuse_other_weights(block: nn.Module, *_: object) -> None:
     """Refuse weights that a script put in the place of divided ones: torch would compute with its own."""
     group = fully_shard.state(block)._fsdp_param_group  # type: ignore[attr-defined]
-    for each in () if group is None else group.fsdp_params:
-        held = each._module_info.module._parameters.get(each._module_info.param_name)
-        if held is not each.sharded_param and held is not getattr(each, "_unsharded_param", None):
+    for sharded in () if group is None else group.fsdp_params:
+        held = sharded._module_info.module._parameters.get(sharded._module_info.param_name)
+        if held is not sharded.sharded_param and held is not getattr(sharded, "_unsharded_param", None):
             raise UnsupportedError(
-                f"a forward got another tensor as its `{each._param_fqn}` (torch.func.functional_call, or an"
+                f"a forward got another tensor as its `{sharded._param_fqn}` (torch.func.functional_call, or an"
                 " assignment), which sharded data parallelism would not use: it gathers the weight that it divided",
                 hint="set sharded_data_parallel_degree to 1, or copy the values: `weight.data.copy_(values)`",
             )
@@ -382,12 +382,12 @@ def _mesh() -> DeviceMesh:
 @torch.no_grad()
 def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement], seed: int) -> None:
     """Give the parameters of one block, on this rank's device, the values of the first replica."""
-    initialize(root, [each.parameter for each in parts], state.device, seed)
-    for each in parts:
-        value = each.parameter.data.to(state.device).contiguous()  # which `fully_shard` requires
+    initialize(root, [placed.parameter for placed in parts], state.device, seed)
+    for placed in parts:
+        value = placed.parameter.data.to(state.device).contiguous()  # which `fully_shard` requires
         # Parts stay in float32 and are their own master weights; `fully_shard` casts a block when it gathers it.
         is_cast = value.dtype in (torch.float16, torch.bfloat16, torch.float64) and _precision().param_dtype is not None
-        each.parameter.data = value.float() if is_cast else value
+        placed.parameter.data = value.float() if is_cast else value
     broadcast_parameters(parts)
 
 
@@ -412,29 +412,29 @@ def _gathered_apart(root: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[
         apart = _of_other_dtypes([*blocks, root])
     else:
         pairs = kept_in_float32(root, half)
-        apart = {parameter for each, key in pairs if (parameter := each._parameters.get(key)) is not None}
-    modules = [each for each in reversed([*root.modules()]) if any(True for _ in each.parameters(False))]
-    holders = Counter(parameter for each in modules for parameter in each.parameters(False))
+        apart = {parameter for module, key in pairs if (parameter := module._parameters.get(key)) is not None}
+    modules = [module for module in reversed([*root.modules()]) if any(True for _ in module.parameters(False))]
+    holders = Counter(parameter for module in modules for parameter in module.parameters(False))
     apart_alone = {parameter for parameter in apart if holders[parameter] > 1}
-    modules = [each for each in modules if apart.difference(apart_alone).issuperset(each.parameters())]
-    return modules, apart.difference(parameter for each in modules for parameter in each.parameters())
+    modules = [module for module in modules if apart.difference(apart_alone).issuperset(module.parameters())]
+    return modules, apart.difference(parameter for module in modules for parameter in module.parameters())
 
 
 def _of_other_dtypes(blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters that are of another dtype than most of the first of these blocks that has them."""
     seen, others = set[nn.Parameter](), set[nn.Parameter]()
     for block in blocks:
-        sizes, parts = Counter[torch.dtype](), [each for each in block.parameters() if each not in seen]
-        for each in parts:
-            sizes[each.dtype] += each.numel() if _is_divisible(each) else 0
+        sizes, parts = Counter[torch.dtype](), [parameter for parameter in block.parameters() if parameter not in seen]
+        for parameter in parts:
+            sizes[parameter.dtype] += parameter.numel() if _is_divisible(parameter) else 0
         seen.update(parts)
-        others.update(each for each in parts if each.dtype is not sizes.most_common(1)[0][0])
+        others.update(parameter for parameter in parts if parameter.dtype is not sizes.most_common(1)[0][0])
     return others
 
 
 def _warn_of_large_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    sizes = sorted((sum(each.numel() for each in block.parameters()) for block in blocks), reverse=True)
-    rest = sum(each.numel() for each in root.parameters()) - sum(sizes)
+    sizes = sorted((sum(parameter.numel() for parameter in block.parameters()) for block in blocks), reverse=True)
+    rest = sum(parameter.numel() for parameter in root.parameters()) - sum(sizes)
     live, most = rest + sum(sizes[:2]), state.cfg.sdp_max_live_parameters
     if live > most:
         warn_user(

@@ -90,6 +90,6 @@ def flat_shards(groups: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Return, for each parameter group, a copy of this rank's parts one after the other, float32 [elements]."""
     empty = torch.empty(0, device="cpu")
     return [
-        torch.cat([local_tensor_of(each).detach().float().reshape(-1) for each in group]) if group else empty
+        torch.cat([local_tensor_of(parameter).detach().float().reshape(-1) for parameter in group]) if group else empty
         for group in groups
     ]

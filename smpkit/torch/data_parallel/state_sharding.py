@@ -41,12 +41,12 @@ class Zero1Partition:
         self._sources: list[tuple[nn.Parameter, Source]] = []
         """Where the new values of each parameter come from."""
         self._reducer = reducer
-        for each in placements:
-            if each.owner is None or each.reduce_group is None:
+        for placed in placements:
+            if placed.owner is None or placed.reduce_group is None:
                 continue
-            if not each.is_owned_here:
-                self._unowned.append(each.parameter)
-            self._sources.append((each.parameter, (each.reduce_group, each.reduce_ranks.index(each.owner))))
+            if not placed.is_owned_here:
+                self._unowned.append(placed.parameter)
+            self._sources.append((placed.parameter, (placed.reduce_group, placed.reduce_ranks.index(placed.owner))))
 
     @contextlib.contextmanager
     def hide_unowned_gradients(self) -> Iterator[None]:

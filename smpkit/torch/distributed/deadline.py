@@ -412,7 +412,7 @@ def _own_diagnosis(own: RankStatus, statuses: dict[int, RankStatus]) -> SmpkitEr
         missing = silent or [rank for rank, status in statuses.items() if status.text != own.text] or own.peers
         text = f"rank {own.rank} waited {_duration(own)} in {own.text} for {name_ranks(missing)}{aside}"
         if circle := _circle_of_waits({own.rank: own, **statuses}):
-            places = [f"rank {each.rank}" + (f" in {each.place}" if each.place else "") for each in circle]
+            places = [f"rank {waiter.rank}" + (f" in {waiter.place}" if waiter.place else "") for waiter in circle]
             text += f"; {_DEADLOCK}{' and '.join(places)}"
         return DeadlineError(text, hint=_hint_of_deadline(text))
     return RemoteError(

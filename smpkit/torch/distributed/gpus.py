@@ -173,9 +173,9 @@ def _check_shared_nccl(gpu_infos: Sequence[GpuInfo]) -> None:
     for rank, gpu_info in enumerate(gpu_infos):
         assert gpu_info.shared_nccl is not None
         if tuple(gpu_info.shared_nccl[:2]) < _NCCL_THAT_SHARES:
-            found = ".".join(map(str, gpu_info.shared_nccl)) or "none"
+            version = ".".join(map(str, gpu_info.shared_nccl)) or "none"
             raise UnsupportedError(
-                f"{SHARED_GPU_NCCL}=1 needs NCCL 2.30 or newer, but rank {rank} has {found}",
+                f"{SHARED_GPU_NCCL}=1 needs NCCL 2.30 or newer, but rank {rank} has {version}",
                 hint=f"unset {SHARED_GPU_NCCL}, or load a newer NCCL with LD_PRELOAD=.../libnccl.so.2",
             )
 

@@ -189,8 +189,8 @@ def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
         )
     if cfg.ddp and cfg.ddp_dist_backend == backends.NCCL and not backends.uses_nccl(state.device):
         kind, used = state.device.type, backends.backend_for(state.device) or backends.GLOO
-        found = "there is no GPU" if kind == "cpu" else f"this rank's device is {kind}"
-        texts.append(f"ddp_dist_backend is nccl, but {found}: {used} is used")
+        present = "there is no GPU" if kind == "cpu" else f"this rank's device is {kind}"
+        texts.append(f"ddp_dist_backend is nccl, but {present}: {used} is used")
     return texts
 
 

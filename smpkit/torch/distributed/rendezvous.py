@@ -137,14 +137,14 @@ def _check_job(store: Store, launch: Launch, timeout: timedelta) -> None:
     job = hashlib.sha256(f"{launch.job_id}\0{launch.world_size}".encode()).hexdigest()
     try:
         if launch.rank == 0 or launch.agent_store:
-            found = store.compare_set("smpkit/job", "", job).decode()
+            running = store.compare_set("smpkit/job", "", job).decode()
         else:  # only who serves the store may claim it: this may be another job's, which has only just begun to listen
             store.wait(["smpkit/job"], timeout)
-            found = store.get("smpkit/job").decode()
+            running = store.get("smpkit/job").decode()
     except (dist.DistError, RuntimeError):
         message = f"rank {launch.rank} waited {timeout.total_seconds():g} s in smp.init() for rank 0"
         raise DeadlineError(message, hint="was rank 0 started, and does it call smp.init()?") from None
-    if found != job:
+    if running != job:
         port = store.port if isinstance(store, TCPStore) else ""
         raise LaunchError(
             f"rank {launch.rank} found another job at port {port}",

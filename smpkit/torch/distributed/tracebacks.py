@@ -40,11 +40,11 @@ def shorten(error: BaseException) -> None:
     between show the defect.
     """
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        each.__traceback__ = _shortened(each)
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        cause.__traceback__ = _shortened(cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
@@ -74,7 +74,7 @@ def script_frames(traceback: TracebackType | None) -> TracebackType | None:
 def place_in_script(traceback: TracebackType | None = None) -> str:
     """Return where the script is, or an error was: ``train.py, line 7 (`loss = train_step(x)`)``; empty if unknown."""
     frame = None if traceback else sys._current_frames().get(threading.main_thread().ident or 0)
-    places = [(each.tb_frame.f_code.co_filename, each.tb_lineno) for each in reversed(_frames(traceback))]
+    places = [(frame.tb_frame.f_code.co_filename, frame.tb_lineno) for frame in reversed(_frames(traceback))]
     while frame is not None:
         places.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back

@@ -66,7 +66,7 @@ class OffloadReport:
         held = f"{amount(self.peak_device_bytes)} on the device, {amount(self.peak_host_bytes)} on the host"
         stalled = f"stalled {1e3 * self.stall_seconds:.1f} ms"
         lines = [f"rank {self.rank}: {self.num_steps} steps, {moved}; at most {held}; {stalled}"]
-        worst = sorted((stall for step in self.steps for stall in step.stalls), key=lambda each: -each.seconds)[:3]
+        worst = sorted((stall for step in self.steps for stall in step.stalls), key=lambda stall: -stall.seconds)[:3]
         lines += [
             f"  {1e3 * stall.seconds:.1f} ms for `{stall.layer}`"
             + ("" if stall.microbatch is None else f", microbatch {stall.microbatch}")

@@ -262,7 +262,9 @@ class Engine:
         places = zip(piece.parameters, piece.masters if self.in_place else self._views[index], strict=True)
         # EEGNet's layers set `weight.data` in forward, and no version tells; nn.LSTM's `flatten_parameters()`, too, but
         # to the same values, which may be forgotten.
-        is_another = any(each.data_ptr() != place.data_ptr() and not torch.equal(each, place) for each, place in places)
+        is_another = any(
+            value.data_ptr() != place.data_ptr() and not torch.equal(value, place) for value, place in places
+        )
         if is_another or before != [parameter._version for parameter in piece.parameters]:
             raise UsageError(
                 f"{where} of slice {index} writes to a weight, which is a copy on the device and never comes back",
@@ -312,7 +314,7 @@ class Engine:
     def _refuse_weights_used_directly(self) -> None:
         """Refuse a backward that leads to parameters where they rest, too: autograd runs that in another thread."""
         trained = (parameter for parameter in self.changing if parameter.requires_grad)
-        if any(torch._C._will_engine_execute_node(get_gradient_edge(each).node) for each in trained):
+        if any(torch._C._will_engine_execute_node(get_gradient_edge(param).node) for param in trained):
             raise _used_directly_error()
 
     def _open(self, index: int) -> None:
@@ -342,7 +344,7 @@ class Engine:
     def _send(self, piece: Slice) -> Event:
         """Copy gradients to the host, in the type of their parameters; return when they are there."""
         slot = self._slot(piece.index)
-        gradients = [(each, each.grad.to_dense()) for each in piece.parameters if each.grad is not None]
+        gradients = [(param, param.grad.to_dense()) for param in piece.parameters if param.grad is not None]
         self._restore(piece)
         self._settle(slot)
         updates_now = self.updater() is not None
@@ -354,7 +356,7 @@ class Engine:
                 " updates it",
                 hint="call zero_grad() first",
             )
-        layout = Layout([parameter.shape for parameter, _ in gradients], [each.dtype for each, _ in gradients])
+        layout = Layout([parameter.shape for parameter, _ in gradients], [gradient.dtype for gradient, _ in gradients])
         reserve = self._slab if updates_now or is_sum else self._home
         views = layout.views(reserve(piece, layout.num_bytes))
         copies = [
@@ -448,7 +450,7 @@ class Engine:
             user.wait_for_updates()
         slot.slab_user = piece
         if slot.slab is None or slot.slab.nbytes < num_bytes:
-            slot.slab = pinned_bytes(self.device, max(each.gradient_bytes() for each in self._slices_of(slot)))
+            slot.slab = pinned_bytes(self.device, max(piece.gradient_bytes() for piece in self._slices_of(slot)))
         return slot.slab[:num_bytes]
 
     def _average(self, piece: Slice) -> None:
@@ -464,7 +466,7 @@ class Engine:
             )
         with waiting(f"the average of the gradients of slice {piece.index}", self._group):
             # All on their way at once; in one flat tensor the device would hold them twice.
-            works: list[Any] = [dist.all_reduce(each, group=self._group, async_op=True) for each in gradients]
+            works: list[Any] = [dist.all_reduce(gradient, group=self._group, async_op=True) for gradient in gradients]
             for work in works:
                 work.wait()
         for gradient in gradients:
@@ -477,8 +479,8 @@ _run_backward: Final = torch.autograd.graph._engine_run_backward
 
 def _run_checked(*args: Any, **kwargs: Any) -> Any:
     """Stand where `backward` and torch.autograd.grad call torch's engine, which would leave gradients out silently."""
-    inputs = {id(each) for each in args[4]}
-    if inputs and any(id(each) in inputs for engine in _engines for each in engine.changing):
+    inputs = {id(argument) for argument in args[4]}
+    if inputs and any(id(parameter) in inputs for engine in _engines for parameter in engine.changing):
         raise UnsupportedError(
             "parameters of an OffloadModel are `inputs` of a backward or of torch.autograd.grad, which finds no way to"
             " them: they were on the device when the graph was made",

@@ -155,7 +155,7 @@ class OffloadModel(nn.Module):
         check_layers(model if isinstance(model, nn.Module) else nn.ModuleList(blocks))
         # A slice is run again with its input, which its first layer must leave alone.
         may_begin = _leaves_its_input if checkpoint_activation and self._is_chain else lambda _: True
-        groups = [[each] for each in blocks] if self._unpacks else cut_layers(blocks, num_slices, balance, may_begin)
+        groups = [[block] for block in blocks] if self._unpacks else cut_layers(blocks, num_slices, balance, may_begin)
         if self._is_chain:
             shards = [group[0] if self._unpacks else _Layers(*group) for group in groups]
             self.model_slices: list[nn.Module] = [ModelShard(shard) for shard in shards]
@@ -185,7 +185,7 @@ class OffloadModel(nn.Module):
         # `use_reentrant=True` around a block hides from us what the block returns, until it has run again in backward.
         patch_torch_checkpoint()
         keeper = self._keeper if checkpoint_activation else None
-        for index, group in enumerate([[each] for each in self.model_slices] if self._is_chain else groups):
+        for index, group in enumerate([[piece] for piece in self.model_slices] if self._is_chain else groups):
             for block in group:
                 _surround(block, self._engine, index, keeper, undo)
         weakref.finalize(self, undo.close)
@@ -235,7 +235,7 @@ class OffloadModel(nn.Module):
     def _run_chain(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one slice after the other, all microbatches in each."""
         pieces = split((inputs, kwargs), self._num_microbatches)
-        shared = [(each, version_of(each)) for each in tensors_in((inputs, kwargs)) if not is_batched(each)]
+        shared = [(tensor, version_of(tensor)) for tensor in tensors_in((inputs, kwargs)) if not is_batched(tensor)]
         values: list[Any] = list(pieces)
         for index, shard in enumerate(self.model_slices):
             for number, value in enumerate(values):
@@ -314,7 +314,7 @@ class OffloadModel(nn.Module):
 
 def _note_step(slices: Sequence[Slice], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Publish what an optimizer has updated, perhaps through `.data`, as torch_optimizer's do: no version tells."""
-    updated = {each for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    updated = {param for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
     for piece in slices:
         if not updated.isdisjoint(piece.parameters):  # not those of the optimizers in an OffloadOptimizer's thread
             piece.is_stale = True
@@ -464,7 +464,7 @@ def _check_dtype(dtype: object) -> None:
 
 def _check_equal(slices: Sequence[Slice], group: dist.ProcessGroup) -> None:
     """Raise UsageError unless all processes begin with the same weights."""
-    own = [float(each.double().sum()) for piece in slices for each in piece.masters]
+    own = [float(master.double().sum()) for piece in slices for master in piece.masters]
     sums = gather_objects(own, group, "OffloadModel(..., process_group=...)")
     if any(other != sums[0] for other in sums):
         raise UsageError(

@@ -114,7 +114,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{len(strangers)} of the parameters are not the model's")
         if (
             rule in vars(torch.optim).values()
-            and (half := next((each for each in self._own() if each.dtype in (torch.bfloat16, torch.float16)), None))
+            and (half := next((param for param in self._own() if param.dtype in (torch.bfloat16, torch.float16)), None))
             is not None
         ):
             raise UnsupportedError(
@@ -129,7 +129,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             groups = {}
             for number, group in enumerate(self.param_groups):
                 mine = {
-                    each: nn.Parameter(each.data, each.requires_grad) for each in group["params"] if each in members
+                    param: nn.Parameter(param.data, param.requires_grad)
+                    for param in group["params"]
+                    if param in members
                 }
                 aliases |= mine
                 if mine:
@@ -198,7 +200,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # Not on the device as they leave it: GradScaler and `.grad.data.mul_(...)` change them, and no version tells.
         gradients = [parameter.grad for parameter in self._own() if parameter.grad is not None]
         norms = [
-            torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
+            torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in gradients
         ]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
         self.grad_norm = float(norm)
@@ -310,13 +312,13 @@ def _complete_momentum(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         states = [
-            (each, optimizer.state[each]) for each in group["params"] if group["momentum"] and each.grad is not None
+            (param, optimizer.state[param]) for param in group["params"] if group["momentum"] and param.grad is not None
         ]
-        late = [(each, state) for each, state in states if state.get("momentum_buffer") is None]
+        late = [(param, state) for param, state in states if state.get("momentum_buffer") is None]
         if 0 < len(late) < len(states):
             group["fused"] = group["fused"] and not group["dampening"]
-            for each, state in late if group["fused"] else ():
-                state["momentum_buffer"] = torch.zeros_like(each)
+            for param, state in late if group["fused"] else ():
+                state["momentum_buffer"] = torch.zeros_like(param)
 
 
 def _move_states(optimizer: torch.optim.Optimizer) -> None:

@@ -136,8 +136,8 @@ class Slice:
             return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
 
         self.index = index
-        self.parameters = sorted(parameters, key=lambda each: (str(each.dtype), str(computed(each))))
-        self.layout = Layout([each.shape for each in self.parameters], map(computed, self.parameters))
+        self.parameters = sorted(parameters, key=lambda parameter: (str(parameter.dtype), str(computed(parameter))))
+        self.layout = Layout([parameter.shape for parameter in self.parameters], map(computed, self.parameters))
         self.host = pinned_bytes(device, self.layout.num_bytes)
         self.is_entered = False
         """Whether the parameters are those on the device."""
@@ -149,8 +149,8 @@ class Slice:
         self.masters: list[Tensor] = []
         self._rounded: list[tuple[Tensor, Tensor]] = []
         """Parameters that are wider than what the device computes in, and where they lie rounded."""
-        wide = [each for each in self.parameters if computed(each) != each.dtype]
-        apart = Layout([each.shape for each in wide], [each.dtype for each in wide])
+        wide = [parameter for parameter in self.parameters if computed(parameter) != parameter.dtype]
+        apart = Layout([parameter.shape for parameter in wide], [parameter.dtype for parameter in wide])
         wide_views = iter(apart.views(zeros(apart.num_bytes, torch.uint8)))
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.layout.views(self.host), strict=True):
@@ -180,7 +180,7 @@ class Slice:
     def gradient_bytes(self) -> int:
         """Return how long a buffer on the host for all gradients is."""
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        return Layout([each.shape for each in trained], [each.dtype for each in trained]).num_bytes
+        return Layout([parameter.shape for parameter in trained], [parameter.dtype for parameter in trained]).num_bytes
 
     def is_ready(self) -> bool:
         """Return whether the host buffer can be copied now."""

@@ -68,7 +68,7 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
     tensors = _listed(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    unique = {id(each): each for each in tensors}
+    unique = {id(tensor): tensor for tensor in tensors}
     check_not_held(unique.values(), "clip_grad_norm_ would clip")
     pairs = gradients_of(unique.values())
     norm = global_norm(pairs, norm_type)
@@ -85,7 +85,7 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor,
     if masters is not None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = masters.gradients_of(parameters)
         return pairs
-    return [(each, each.grad) for each in parameters if each.grad is not None]
+    return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def end_accumulation() -> None:
@@ -97,7 +97,7 @@ def end_accumulation() -> None:
 def end_accumulation_before(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Do so before an update of the model by an optimizer that is not wrapped."""
     own = set(map(id, _parameters_here()))
-    if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         end_accumulation()
 
 
@@ -127,7 +127,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     state.refuse_inside_step("clip_grad_norm_")
     pairs = list(gradients)
     locals_ = [local_tensor_of(gradient) for parameter, gradient in pairs if placement_of(parameter).is_counted_here]
-    norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
+    norm = _local_norm([gradient for gradient in locals_ if gradient.numel()], float(norm_type))
     group = group_of_all_gradients()
     if dist.get_world_size(group) == 1:
         return norm
@@ -147,12 +147,12 @@ def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor
     if not gradients:
         return torch.zeros((), device=state.device)
     total: torch.Tensor
-    if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
+    if all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients):
         total = get_total_norm(gradients, norm_type)
     else:  # torch's function computes in the dtype of the gradients: half precision overflows and has few digits
         norms = [
-            torch.linalg.vector_norm(each, norm_type, dtype=torch.promote_types(each.dtype, torch.float32))
-            for each in gradients
+            torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
+            for gradient in gradients
         ]
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return total
@@ -181,7 +181,8 @@ def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
         tensors: what this rank holds of values that are divided as the parameters are (gradients, say).
         norm_type: 2, or infinity for the largest absolute value.
     """
-    filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # an empty tensor has no largest value
+    # An empty tensor has no largest value.
+    filled = [value if value.numel() else value.new_zeros(1) for value in tensors]
     norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
     squares = norm_type == 2.0
     for group, divided in _divided_over(parameters):
@@ -198,11 +199,11 @@ def _divided_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.Pro
 
     With sharded optimizer states a rank has some of the parameters, and of the pieces those that the others have.
     """
-    dtensors = [position for position, each in enumerate(parameters) if is_dtensor(each)]
-    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None)
+    dtensors = [position for position, parameter in enumerate(parameters) if is_dtensor(parameter)]
+    mesh = next((parameter.device_mesh for parameter in parameters if is_dtensor(parameter)), None)
     if mesh is not None:
         yield mesh.get_group("shard"), dtensors
-    tp_shards = [position for position, each in enumerate(parameters) if is_tp_shard(each)]
+    tp_shards = [position for position, parameter in enumerate(parameters) if is_tp_shard(parameter)]
     if state.initialized and state.tp_size > 1 and tp_shards:
         yield state.process_group(CommGroup.TP_GROUP), tp_shards
 
@@ -221,7 +222,7 @@ def _replace_in_torch(name: str, replacement: Callable[..., Any]) -> Callable[[]
     if getattr(original, "func", None) is replacement:  # already there
         return lambda: None
     places = [(torch_clip_grad, name), (nn.utils, name.removeprefix("_"))]
-    places = [(module, each) for module, each in places if getattr(module, each, None) is original is not None]
+    places = [(module, name) for module, name in places if getattr(module, name, None) is original is not None]
     for place in places:
         setattr(*place, functools.partial(replacement, original))
 
@@ -254,9 +255,9 @@ def _total_norm(
 ) -> torch.Tensor:
     own = _parameters_by_gradient()
     # A rank whose part has no gradients gets none, and takes part all the same.
-    if gradients and not any(id(each) in own for each in gradients):
+    if gradients and not any(id(gradient) in own for gradient in gradients):
         return original(gradients, norm_type, error_if_nonfinite, foreach)
-    norm = global_norm(gradients_of(own[id(each)] for each in gradients if id(each) in own), norm_type)
+    norm = global_norm(gradients_of(own[id(gradient)] for gradient in gradients if id(gradient) in own), norm_type)
     if error_if_nonfinite:
         _check_finite(norm)
     return norm
@@ -272,13 +273,13 @@ def _clip_grads_with_norm(
     known = _listed(parameters)
     check_not_held(known, "clip_grad_norm_ would clip")
     optimizer = state.optimizer
-    if optimizer is not None and any(optimizer.model_parameter(each) is not each for each in known):
+    if optimizer is not None and any(optimizer.model_parameter(parameter) is not parameter for parameter in known):
         raise UsageError(
             "torch's clip_grad_norm_ was given master weights, which have no gradients before the optimizer's step",
             hint="give it model.parameters(), or call smp.clip_grad_norm_, which takes both",
         )
     own = set(map(id, _parameters_here()))
-    if any(id(each) in own for each in known):
+    if any(id(gradient) in own for gradient in known):
         clip_to_norm((gradient for _, gradient in gradients_of(known)), max_norm, total_norm)
     else:
         original(known, max_norm, total_norm, foreach)
@@ -289,16 +290,16 @@ def _group_gradients(original: Callable[..., Any], lists: list[list[torch.Tensor
         check_not_held(None, "clip_grad_value_ would clip")
         state.refuse_inside_step("clip_grad_value_")
     known = _parameters_by_gradient()
-    own = [known[id(each)] for each in lists[0] if id(each) in known]
+    own = [known[id(gradient)] for gradient in lists[0] if id(gradient) in known]
     if own:  # gradients of the model, from `clip_grad_value_`: clip what the optimizer will use, without a loss scale
-        used = {id(each): gradient for each, gradient in gradients_of(own)}
-        lists = [[used.get(id(known.get(id(each))), each) for each in lists[0]]]
+        used = {id(parameter): gradient for parameter, gradient in gradients_of(own)}
+        lists = [[used.get(id(known.get(id(gradient))), gradient) for gradient in lists[0]]]
     return original(lists, *args, **kwargs)
 
 
 def _parameters_by_gradient() -> dict[int, torch.Tensor]:
     """Return this rank's parameters of the model by the ids of their gradients."""
-    return {id(each.grad): each for each in _parameters_here() if each.grad is not None}
+    return {id(parameter.grad): parameter for parameter in _parameters_here() if parameter.grad is not None}
 
 
 def _parameters_here() -> list[torch.Tensor]:
@@ -326,8 +327,8 @@ def hold_gradients(holder: GradientHolder) -> None:
 
 def check_not_held(parameters: Iterable[torch.Tensor] | None, action: str) -> None:
     """Raise UsageError, beginning with `action`, if an optimizer uses up gradients of these parameters; None: any."""
-    held = {id(each) for holder in _holders for each in holder.holds_gradients_of()}
-    if held and (parameters is None or any(id(each) in held for each in parameters)):
+    held = {id(parameter) for holder in _holders for parameter in holder.holds_gradients_of()}
+    if held and (parameters is None or any(id(parameter) in held for parameter in parameters)):
         raise UsageError(
             f"{action} nothing: these gradients go to an OffloadOptimizer, not to `parameter.grad`",
             hint='give it overlap="forward"; then gradients wait in `parameter.grad`, or it clips by max_grad_norm=...',

@@ -112,7 +112,9 @@ class MasterWeights:
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
         """The masters by parameter group; empty lists while this rank does not know its part of the model."""
         self.create_missing()
-        return [[each for each in group["params"] if each in self._weights] for group in self._optimizer.param_groups]
+        return [
+            [param for param in group["params"] if param in self._weights] for group in self._optimizer.param_groups
+        ]
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
@@ -233,7 +235,7 @@ class MasterWeights:
         Members of the optimizer's groups stand for their parameters; what is in no group has no part in the step.
         """
         self.unscale_gradients()
-        wanted = {id(self.model_parameter_of(each)) for each in parameters}
+        wanted = {id(self.model_parameter_of(param)) for param in parameters}
         pairs = [(self.model_parameter_of(parameter), gradient) for parameter, gradient in self._gradients()]
         return [(weight, gradient) for weight, gradient in pairs if id(weight) in wanted]
 
@@ -247,7 +249,7 @@ class MasterWeights:
 
     def _members(self) -> Iterator[torch.Tensor]:
         """Yield the optimizer's parameters, masters among them, in the order of their numbers in state dicts."""
-        return (each for group in self._optimizer.param_groups for each in group["params"])
+        return (param for group in self._optimizer.param_groups for param in group["params"])
 
     def _fill_gradients(self) -> None:
         filled = []
@@ -268,13 +270,13 @@ class MasterWeights:
         by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for _, gradient in self._gradients():
             by_kind[gradient.device, gradient.dtype].append(local_tensor_of(gradient))
-        found = torch.zeros((), device=state.device)
+        found_inf = torch.zeros((), device=state.device)
         for (device, _), gradients in by_kind.items():
             here = torch.zeros((), device=device)
             inverse = torch.full((), 1.0 / self.loss_scaler.loss_scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
-            found = torch.maximum(found, here.to(found.device))
-        return found
+            found_inf = torch.maximum(found_inf, here.to(found_inf.device))
+        return found_inf
 
     def _update_scale(self) -> None:
         """Update the loss scale, and log a step that was skipped."""

@@ -141,7 +141,7 @@ class ValueChanges:
         if changed is not None:
             self._refuse_shared_copy(value, changed)
             if value.segment != segment:  # torch does not tell values that were detached here beside this one
-                older = [each for each in self.missed if each[2] or storage_of(each[0]) != storage_of(changed)]
+                older = [change for change in self.missed if change[2] or storage_of(change[0]) != storage_of(changed)]
                 self.missed = [*older, (changed, name, False)]  # what has missed an earlier change has missed this one
         value.value, value.segment, value.spec, value.copies = changed, segment, spec, {}
         value.requires_grad_(spec.requires_grad)

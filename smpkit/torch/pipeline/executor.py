@@ -233,7 +233,7 @@ class _Step:
             microbatch = microbatches[index]
             # The schedule does not know the transfers of one that has diverged. `run_rest` runs it after all scheduled
             # actions, in an order that is the same on all ranks, or they would deadlock.
-            if is_last and not any(each.diverged for each in microbatches):
+            if is_last and not any(other.diverged for other in microbatches):
                 self._before_last_backward()
             if not microbatch.diverged:
                 self.run_action(kind, segment, microbatch, is_split)
@@ -440,8 +440,10 @@ class StepPlan:
                 arrivals[Kind.FORWARD, transfer.target_segment].append(transfer)
             if transfer.source == rank and transfer.spec.requires_grad:
                 arrivals[Kind.BACKWARD, transfer.source_segment].append(transfer)
-        left = [each for each in actions if each.microbatch != microbatch.index or each.kind is not Kind.FORWARD]
-        planned = [tuple(_planned(each, arrivals, split)) for each in (actions, left)]
+        left = [
+            action for action in actions if action.microbatch != microbatch.index or action.kind is not Kind.FORWARD
+        ]
+        planned = [tuple(_planned(part, arrivals, split)) for part in (actions, left)]
         return cls(schedule, record, split, *planned)
 
 
@@ -456,7 +458,7 @@ def _planned(
         for action in actions
     ]
     ahead = num_ahead([sum(message.transfer.spec.num_bytes for message in group) for group in receives])
-    last = max([number for number, each in enumerate(actions) if _adds_to_gradients(each, split)], default=None)
+    last = max([number for number, action in enumerate(actions) if _adds_to_gradients(action, split)], default=None)
     posted = 0
     for number, action in enumerate(actions):
         # A rank that is about to wait has the time for more.

@@ -123,7 +123,7 @@ class Inputs:
         return (
             random.getstate(),
             np.random.get_state(),
-            [each.get_state().numpy().tobytes() for each in self._generators],
+            [generator.get_state().numpy().tobytes() for generator in self._generators],
         )
 
     def _set_random_states(self, python: Any, numpy: Any, generators: Sequence[bytes]) -> None:
@@ -207,7 +207,7 @@ def _argument(path: tuple[Any, ...]) -> str:
 
 
 def _has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    both = [as_bytes(each.detach().cpu().contiguous()) for each in (tensor, other)]
+    both = [as_bytes(value.detach().cpu().contiguous()) for value in (tensor, other)]
     return torch.equal(*both)
 
 

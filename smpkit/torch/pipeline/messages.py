@@ -125,7 +125,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     From an asynchronous device the copy is only queued: see `to_host`.
     """
-    device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
+    device = next((tensor.device for tensor in tensors if devices.is_asynchronous(tensor.device)), _HOST)
     parts = [as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()) for tensor in tensors] or [_NOTHING]
     return to_host(torch.cat([part if part.device == device else devices.to_device(part, device) for part in parts]))
 

@@ -411,7 +411,9 @@ class Microbatch:
             output = with_strides_of(known, output)
         if not is_tensor:
             refuse_nonresident(name, output)
-        if known is MISSING and any(each.is_nested or each.layout is not torch.strided for each in tensors_in(output)):
+        if known is MISSING and any(
+            value.is_nested or value.layout is not torch.strided for value in tensors_in(output)
+        ):
             raise UsageError(
                 f"`{name}` returned a nested or a sparse tensor, whose layout other pipeline ranks cannot know",
                 hint="make it and use it in one torch.nn.Module, or return its values and offsets or indices",

@@ -258,7 +258,9 @@ def infer_output(
             with FakeTensorMode(allow_non_fake_inputs=True):
                 args, kwargs = map_tensors(fake, (args, kwargs))
                 output = function(*args, **kwargs)
-        if any(map(version_of, fakes.values())) or any(each.layout is not torch.strided for each in tensors_in(output)):
+        if any(map(version_of, fakes.values())) or any(
+            value.layout is not torch.strided for value in tensors_in(output)
+        ):
             return MISSING
         return map_tensors(spec_of_unwrapped, output)
     except Exception:
@@ -289,7 +291,7 @@ def _masks_to_positions(index: Any) -> Any:
     parts = index if type(index) is tuple else (index,)
     if not any(map(_is_mask, parts)):
         return index
-    return tuple([each for part in parts for each in (part.nonzero(as_tuple=True) if _is_mask(part) else (part,))])
+    return tuple([index for part in parts for index in (part.nonzero(as_tuple=True) if _is_mask(part) else (part,))])
 
 
 def _is_mask(index: Any) -> bool:

@@ -75,7 +75,7 @@ def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
     What else it was made of may get a gradient, on one rank alone: `has_gradient_of_a_step` tells.
     """
     leaves = list(_leaves_of(tensor)) if tensor.requires_grad else []
-    if not isinstance(tensor, NonResident) and not any(id(each) in stage.parameter_owners for each in leaves):
+    if not isinstance(tensor, NonResident) and not any(id(leaf) in stage.parameter_owners for leaf in leaves):
         for leaf in leaves:
             if state.model is not None and leaf not in state.model.placement and leaf not in _beyond_model:
                 _beyond_model[leaf] = None
@@ -178,7 +178,9 @@ class NonResident(torch.Tensor):
         if func in _FROM_SHAPE or (name in _GETS_OR_SETS and func not in PROPERTIES):
             return result
         origin = next(_nonresident_in((args, kwargs))).name_and_owner
-        return map_tensors(lambda each: _as_nonresident(each, NonResident, origin) if type(each) is T else each, result)
+        return map_tensors(
+            lambda value: _as_nonresident(value, NonResident, origin) if type(value) is T else value, result
+        )
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.unbind())  # else rows would come without the mark
@@ -213,9 +215,9 @@ def mark_nonresident(root: nn.Module, placement: Placement) -> None:
 
     They stay the same objects. Weights of the user's own classes are left alone: they may behave otherwise.
     """
-    for each in placement:
-        if not each.is_here and type(each.parameter) is nn.Parameter:
-            _as_nonresident(each.parameter, _NonResidentParameter, (each.name, each.first_pp_rank))
+    for placed in placement:
+        if not placed.is_here and type(placed.parameter) is nn.Parameter:
+            _as_nonresident(placed.parameter, _NonResidentParameter, (placed.name, placed.first_pp_rank))
     for name, buffer in root.named_buffers():
         # Else torch raises without a name, and `average.add_(buffer)` does nothing at all.
         owner = placement.pp_rank_of(name.rpartition(".")[0])

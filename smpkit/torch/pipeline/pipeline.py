@@ -125,7 +125,7 @@ class Pipeline:
     def checkpointing_saves(self) -> int:
         """How many bytes of this rank's activations checkpointing saves, by the simulated schedule; 0 if unknown."""
         schedules = [] if self._executor is None else self._executor.schedules.values()
-        live = max((each.peak_live_microbatches[state.pp_rank] for each in schedules), default=0)
+        live = max((schedule.peak_live_microbatches[state.pp_rank] for schedule in schedules), default=0)
         assignment = self.assignment
         if not live or assignment is None:
             return 0
@@ -167,7 +167,7 @@ class Pipeline:
             state.device,
             self._transport,
             RandomStreams(seed + state.rdp_rank, state.device),
-            {id(each.parameter): each.pp_ranks for each in placement},
+            {id(placed.parameter): placed.pp_ranks for placed in placement},
         )
         install(self._root, pp_rank_of_unit, stage)
         self._parameters = list(self._root.parameters())

@@ -129,10 +129,10 @@ def _split(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> tuple[list[
     ends = frozenset([numbers[node] for leaf in inputs if (node := get_gradient_edge(leaf).node) in numbers])
     groups, first_half = _split_shape(tuple(shape), num_roots, ends)
     weight_groups = [
-        _WeightGroup(tuple([nodes[each] for each in boundaries]), tuple([_variable(nodes[each]) for each in leaves]))
+        _WeightGroup(tuple([nodes[name] for name in boundaries]), tuple([_variable(nodes[name]) for name in leaves]))
         for boundaries, leaves in groups
     ]
-    return weight_groups, [_variable(nodes[each]) for each in first_half]
+    return weight_groups, [_variable(nodes[name]) for name in first_half]
 
 
 @functools.lru_cache(maxsize=256)

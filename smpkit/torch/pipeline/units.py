@@ -138,7 +138,7 @@ def _runs_whole(module: nn.Module) -> bool:
     if type(module).__module__.startswith(("torch.nn", "smpkit.torch.tensor_parallel")):
         return not any(True for _ in module.children())
     methods = vars(type(module))
-    return any(_names_custom_function(each, methods) for each in (type(module).forward, *vars(module).values()))
+    return any(_names_custom_function(function, methods) for function in (type(module).forward, *vars(module).values()))
 
 
 def _names_custom_function(value: Any, methods: Mapping[str, Any], depth: int = 3) -> bool:
@@ -153,7 +153,7 @@ def _names_custom_function(value: Any, methods: Mapping[str, Any], depth: int = 
     named = [value.__globals__.get(name, methods.get(name)) for name in value.__code__.co_names]
     with contextlib.suppress(ValueError):  # a cell that nothing has filled yet
         named += [cell.cell_contents for cell in value.__closure__ or ()]
-    return any(_names_custom_function(each, methods, depth - 1) for each in named)
+    return any(_names_custom_function(function, methods, depth - 1) for function in named)
 
 
 class _DispatchedCall(ModuleCall):

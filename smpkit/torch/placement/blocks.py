@@ -45,4 +45,4 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 def _uses_of_parameters(root: nn.Module) -> Counter[int]:
     """Return how many modules have each parameter (by its id) for their own."""
-    return Counter(id(each) for module in root.modules() for each in module._parameters.values() if each is not None)
+    return Counter(id(param) for module in root.modules() for param in module._parameters.values() if param is not None)

@@ -82,8 +82,8 @@ def make_delayed(root: nn.Module) -> None:
         return placeholder
 
     for module in root.modules():
-        own = {name: each for name, each in module._parameters.items() if each is not None}
-        module._parameters.update({name: delayed(each) for name, each in own.items()})
+        own = {name: param for name, param in module._parameters.items() if param is not None}
+        module._parameters.update({name: delayed(param) for name, param in own.items()})
 
 
 def _without_memory(parameter: nn.Parameter) -> torch.Tensor:
@@ -100,8 +100,8 @@ def refuse_unset_values(root: nn.Module) -> None:
     parameters = dict(root.named_parameters())
     if not any(map(is_delayed, parameters.values())):
         return
-    for name, each in parameters.items():
-        if not is_delayed(each) and each.is_floating_point() and each.isnan().any():
+    for name, param in parameters.items():
+        if not is_delayed(param) and param.is_floating_point() and param.isnan().any():
             raise UsageError(
                 f"`{name}` was computed from parameters that have no values yet",
                 hint="compute it (`resize_token_embeddings`, say) in the block that delays initialisation, too",
@@ -175,7 +175,7 @@ def _initialize_own(
                 parameter.data = parameter.data.to(dtype)
             return
     kind, ids = type(module).__name__, {id(parameter) for parameter in own}
-    names = " and ".join(f"`{key}`" for key, each in module._parameters.items() if id(each) in ids)
+    names = " and ".join(f"`{key}`" for key, param in module._parameters.items() if id(param) in ids)
     raise UsageError(
         f"nothing says how to initialise {names} of `{name}` ({kind})",
         hint=f"define a function that sets these of a module, and say `{kind}.reset_parameters = function` before"
@@ -202,8 +202,8 @@ def _keeping_others(module: nn.Module, own: Sequence[nn.Parameter]) -> Iterator[
     They may have been loaded, as the statistics of BatchNorm or one of two weights, or be another module's, too.
     """
     ids = {id(parameter) for parameter in own}
-    kept = [(name, each, each.clone()) for name, each in module._buffers.items() if each is not None]
-    others = [(each, each.data.clone()) for each in module.parameters(recurse=False) if id(each) not in ids]
+    kept = [(name, buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None]
+    others = [(param, param.data.clone()) for param in module.parameters(recurse=False) if id(param) not in ids]
     yield
     for name, buffer, value in kept:
         module._buffers[name] = buffer.copy_(value)

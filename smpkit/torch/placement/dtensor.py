@@ -60,5 +60,6 @@ def distribute_state(values: Mapping[str, Any], module: nn.Module) -> dict[str, 
     """Return a state dict of whole tensors, or this rank's parts, with DTensors where the module has them."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {
-        name: distribute_like(each, parameters[name]) if name in parameters else each for name, each in values.items()
+        name: distribute_like(value, parameters[name]) if name in parameters else value
+        for name, value in values.items()
     }

@@ -44,7 +44,7 @@ def model_facts(model: nn.Module, costs: Sequence[UnitCost], places: Mapping[str
         traced=any(cost.activation_bytes for cost in costs),
         places=dict(places),
         blocks=tuple(
-            tuple(dict.fromkeys(names[id(each)] for each in block.parameters())) for block in repeated_blocks(model)
+            tuple(dict.fromkeys(names[id(param)] for param in block.parameters())) for block in repeated_blocks(model)
         ),
     )
 
@@ -54,7 +54,7 @@ def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
     module = model.get_submodule(cost.name)
     held: Iterable[torch.Tensor] = [*module.parameters(), *module.buffers()]
     shared = {names[int(key)]: num_bytes for key, num_bytes in cost.shared.items()}
-    return UnitFacts(replace(cost, shared=shared), tuple(dict.fromkeys(names[id(each)] for each in held)))
+    return UnitFacts(replace(cost, shared=shared), tuple(dict.fromkeys(names[id(tensor)] for tensor in held)))
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
@@ -112,13 +112,13 @@ def with_growth_of_values(recorded: RecordedGraph, doubled: RecordedGraph | None
         pairs = zip(recorded.values, doubled.values, strict=True)
         fixed = [_fixed_share(one.num_bytes, two.num_bytes) for one, two in pairs]
     else:
-        fixed = [float(each.shape[:1] != (samples,)) for each in recorded.values]
-    values = [replace(each, fixed=share) for each, share in zip(recorded.values, fixed, strict=True)]
+        fixed = [float(value.shape[:1] != (samples,)) for value in recorded.values]
+    values = [replace(value, fixed=share) for value, share in zip(recorded.values, fixed, strict=True)]
     return replace(recorded, values=tuple(values))
 
 
 def _routes(recorded: RecordedGraph) -> list[tuple[Segment, Segment]]:
-    return [(each.source, each.target) for each in recorded.values]
+    return [(value.source, value.target) for value in recorded.values]
 
 
 def _fixed_share(once: float, twice: float) -> float:

@@ -76,7 +76,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {"dropout": _dropout
 
 def _for_fakes(operation: Any, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def called(*args: Any, **kwargs: Any) -> torch.Tensor:
-        has_data = not any(isinstance(each, FakeTensor) for each in args)
+        has_data = not any(isinstance(argument, FakeTensor) for argument in args)
         return (operation.decompose if has_data else function)(*args, **kwargs)
 
     return called

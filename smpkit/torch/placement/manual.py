@@ -61,13 +61,13 @@ def set_partition(module: nn.Module, index: int) -> None:
     _check(index)
     if state.model is not None and state.model.partitioned and state.pp_size > 1:
         raise UsageError("the model has been partitioned", hint="call smp.set_partition before the first step")
-    for each in module.modules():
-        _partition_of[each] = index
+    for part in module.modules():
+        _partition_of[part] = index
 
 
 def inherit_partition(name: str, module: nn.Module, replacement: nn.Module) -> None:
     """Put a module that replaces another, of this name, on the partition that the user chose for that one."""
-    partitions = {_partition_of[each] for each in module.modules() if each in _partition_of}
+    partitions = {_partition_of[part] for part in module.modules() if part in _partition_of}
     if not partitions or not _is_manual():
         return
     if module not in _partition_of and len(partitions) > 1:
@@ -77,8 +77,8 @@ def inherit_partition(name: str, module: nn.Module, replacement: nn.Module) -> N
             hint="place the whole module, or except it with smp.set_tensor_parallelism(module, False)",
         )
     index = _partition_of.get(module, min(partitions))
-    for each in replacement.modules():
-        _partition_of[each] = index
+    for part in replacement.modules():
+        _partition_of[part] = index
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,8 @@ def hook_on_weight(module: nn.Module) -> str | None:
     """Return the name of a weight of a module that a hook was registered on, if there is one."""
     hooked = (
         name
-        for name, each in module.named_parameters()
-        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+        for name, parameter in module.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
     return next(hooked, None)
 
@@ -184,7 +184,7 @@ def refuse_assignment(root: nn.Module) -> None:
 
 def _refuse(module: nn.Module, _: Any, __: str, metadata: dict[str, Any], *_others: Any) -> None:
     is_asked = metadata.get("assign_to_params_buffers")
-    if is_asked and state.model is not None and any(each is module for each in state.model.modules()):
+    if is_asked and state.model is not None and any(part is module for part in state.model.modules()):
         raise assignment_refusal()
 
 

@@ -150,11 +150,11 @@ def run_fake(root: nn.Module, step: TrialStep) -> None:
 
 def _clear_caches_of_fakes() -> None:
     """Clear the caches of functions that have kept a fake tensor: tables of positions, in models of transformers."""
-    for each in gc.get_objects():
-        if type(each) is functools._lru_cache_wrapper:
-            kept = [value for value in gc.get_referents(each) if isinstance(value, _CACHED)]
+    for candidate in gc.get_objects():
+        if type(candidate) is functools._lru_cache_wrapper:
+            kept = [value for value in gc.get_referents(candidate) if isinstance(value, _CACHED)]
             if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(kept)):
-                each.cache_clear()
+                candidate.cache_clear()
 
 
 _CACHED: Final = (torch.Tensor, tuple, list, dict)
@@ -297,7 +297,7 @@ class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return output
         self._counts["operations"] += 1
         self._live.add(output, func)
-        is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        is_view = all(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
         if not is_view and func.overloadpacket not in self._counter.flop_registry:
             self._counts["moved_bytes"] += _bytes_of((args, output))
         if func.overloadpacket in _PRODUCTS_WITH_WEIGHTS:

@@ -80,7 +80,7 @@ class _Tree:
     def bytes_of(self, module: nn.Module) -> dict[str, int]:
         """Return the bytes of each parameter (and buffer) in a module, by a key that is equal for tied ones."""
         owned = [tensor for below in self.walk(module) for tensor in _owned(below)]
-        return {str(id(each)): each.numel() * each.element_size() for each in owned}
+        return {str(id(tensor)): tensor.numel() * tensor.element_size() for tensor in owned}
 
 
 def _cut(tree: _Tree, module: nn.Module, split: Collection[str], in_stack: bool) -> Iterator[nn.Module]:

@@ -70,10 +70,10 @@ def kept_in_float32(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Mo
     if dtype is torch.float16:
         lists.append("_keep_in_fp32_modules")
     for name, module in root.named_modules():
-        wanted = {each for attribute in lists for each in getattr(module, attribute, None) or ()}
+        wanted = {name for attribute in lists for name in getattr(module, attribute, None) or ()}
         for path, inside in module.named_modules(prefix=name) if wanted else ():
             for key in (*inside._parameters, *inside._buffers):
-                if any(f".{each}." in f".{path}.{key}." for each in wanted):
+                if any(f".{name}." in f".{path}.{key}." for name in wanted):
                     yield inside, key
         for key in (*module._parameters, *module._buffers):
             if isinstance(module, nn.modules.batchnorm._BatchNorm) or key.endswith(_FREQUENCIES):

@@ -155,12 +155,12 @@ def group_of_all_gradients() -> dist.ProcessGroup:
     return state.process_group(CommGroup.WORLD if sharded else CommGroup.MP_GROUP)
 
 
-def all_reduce_found_inf(found: torch.Tensor) -> torch.Tensor:
+def all_reduce_found_inf(found_inf: torch.Tensor) -> torch.Tensor:
     """Return the largest `found` (1 for a gradient that is not finite, else 0) of all ranks; all of them call this."""
     if not state.initialized:
-        return found
+        return found_inf
     group = group_of_all_gradients()
     if group.size() > 1:
         with waiting("the agreement whether all gradients are finite", group):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+    return found_inf

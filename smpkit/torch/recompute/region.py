@@ -362,5 +362,5 @@ def name_of(module: nn.Module) -> str:
     if root is None:
         return type(module).__name__
     if root not in _names:
-        _names[root] = weakref.WeakKeyDictionary({each: name for name, each in root.named_modules() if name})
+        _names[root] = weakref.WeakKeyDictionary({part: name for name, part in root.named_modules() if name})
     return _names[root].get(module) or type(module).__name__

@@ -125,7 +125,7 @@ def _recomputed(settings: _Settings, original: OriginalCall) -> OriginalCall:
 def _generator_in_place_of(name: str, original: Callable[..., _Generator]) -> Callable[..., _Generator]:
     """Return the replacement of torch's generator."""
     parameters = inspect.signature(original).parameters.values()
-    names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
+    names = [param.name for param in parameters if param.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
 
     def until_2_13(function: Callable[..., Any], *positional: Any, **kwargs: Any) -> _Generator:
         if torch.compiler.is_compiling():
@@ -297,6 +297,6 @@ def _norms_in(function: Callable[..., Any]) -> list[nn.Module]:
     for cell in cells:
         with contextlib.suppress(ValueError):  # the variable has no value yet
             held.append(cell.cell_contents)
-    roots = [each for value in held for each in (value if isinstance(value, list | tuple) else [value])]
-    modules = all_modules(each for each in roots if isinstance(each, nn.Module))
+    roots = [root for value in held for root in (value if isinstance(value, list | tuple) else [value])]
+    modules = all_modules(root for root in roots if isinstance(root, nn.Module))
     return [module for module in modules if isinstance(module, _NormBase) and module.training]

@@ -41,7 +41,7 @@ class HeldMemory:
         """Measure what changes between steps only, and what there is now."""
         self._device = state.device  # asked for once in a step: it costs more than what is measured
         if (model := state.model) is not None:
-            tensors = [*(each for _, each in model.local_named_parameters()), *model.local_buffers()]
+            tensors = [*(parameter for _, parameter in model.local_named_parameters()), *model.local_buffers()]
             self._weights = _storage_bytes(tensors)
             trained = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad]
             self._parameters = [(parameter, _local(parameter).nbytes) for parameter in trained]

@@ -45,7 +45,9 @@ def compare_models(root: nn.Module, names: Sequence[str], fresh: Mapping[str, bo
         The seed and `fresh` of the first rank, whose weights become those of all.
     """
     group = state.process_group(CommGroup.TP_GROUP)
-    parameters = [f"parameter {name} {list(global_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
+    parameters = [
+        f"parameter {name} {list(global_shape(param))} {param.dtype}" for name, param in root.named_parameters()
+    ]
     description = [*parameters, *(f"distributed module {name}" for name in names)]
     own = description, torch.initial_seed(), dict(fresh)
     reports = gather_objects(own, group, "the comparison of models between tensor-parallel ranks")
@@ -108,7 +110,7 @@ class CallConsistencyCheck:
         """
         if state.tp_size == 1:
             return number
-        tensors = [each for each in tensors_in(arguments) if not isinstance(each, nn.Parameter)]
+        tensors = [tensor for tensor in tensors_in(arguments) if not isinstance(tensor, nn.Parameter)]
         description = f"{name} ({mode}) with {', '.join(str(spec_of(tensor)) for tensor in tensors) or 'no tensors'}"
         values = 0
         # The other ranks of a pipeline get their batch from pp_rank 0.
@@ -124,7 +126,7 @@ class CallConsistencyCheck:
         by_rank = [torch.empty_like(own) for _ in range(state.tp_size)]
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
             dist.all_gather(by_rank, own, group=group)
-        calls, checksums, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
+        calls, checksums, numbers = zip(*(row.tolist() for row in by_rank), strict=True)
         ranks = dist.get_process_group_ranks(group)
         if len(set(calls)) > 1:
             texts = gather_objects(description, group, "what tensor-parallel ranks call")

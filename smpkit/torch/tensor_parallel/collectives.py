@@ -263,7 +263,7 @@ def _compare_shape(kind: str, x: torch.Tensor) -> None:
     by_rank = [torch.empty_like(own) for _ in range(state.tp_size)]
     with waiting(f"comparison of shapes ({list(x.shape)} here) between tensor-parallel ranks", group):
         dist.all_gather(by_rank, own, group=group)
-    shapes = [[size for size in each.tolist() if size >= 0] for each in by_rank]
+    shapes = [[size for size in shape.tolist() if size >= 0] for shape in by_rank]
     if any(shape != shapes[0] for shape in shapes):
         ranks = dist.get_process_group_ranks(group)
         listed = ", ".join(f"{shape} on rank {rank}" for rank, shape in zip(ranks, shapes, strict=True))

@@ -93,13 +93,13 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **tensor_par
         UsageError: the model has been wrapped, or this is no module.
     """
     check_module("smp.set_tensor_parallelism", module)
-    if state.model is not None and any(each is module for each in state.model.modules()):
+    if state.model is not None and any(part is module for part in state.model.modules()):
         raise UsageError(
             "the model has been wrapped", hint="call smp.set_tensor_parallelism before smp.DistributedModel"
         )
     marking = Marking(enabled, tensor_parallel_config)
-    for each in module.modules():
-        _mark(each, marking)
+    for part in module.modules():
+        _mark(part, marking)
 
 
 _marked, _delayed = tensor_parallelism, delay_param_initialization  # `model_creation` has arguments of these names

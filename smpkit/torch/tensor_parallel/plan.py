@@ -553,7 +553,7 @@ def _gather_inputs(
     if in_forward.gathered_by is not None:  # a model around this one has gathered them
         return args, kwargs
     tensors = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *kwargs.values()]
-    samples = next((each.shape[0] for each in tensors if isinstance(each, torch.Tensor) and each.dim() > 1), None)
+    samples = next((value.shape[0] for value in tensors if isinstance(value, torch.Tensor) and value.dim() > 1), None)
     if samples is None:
         raise UnsupportedError(
             "the model was called without a tensor that says how many samples there are",

@@ -257,7 +257,7 @@ def with_overrides(kind: type[nn.Module], arguments: CallArguments, overrides: M
 def argument_names(kind: type[nn.Module]) -> set[str]:
     """Return the names by which the arguments of a class can be given."""
     parameters = inspect.signature(kind).parameters.values()
-    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    named = {param.name for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)}
     return named | {*getattr(kind, "options", ())}
 
 

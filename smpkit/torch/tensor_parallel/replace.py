@@ -256,7 +256,7 @@ class _Search:
     def report(self, fresh: Mapping[str, bool]) -> Iterator[str]:
         """Say what is distributed, what is not and why, and how many modules draw the `fresh` weights of SMP v1."""
         over_ranks = f"Tensor parallelism over {state.tp_size} rank{'s' if state.tp_size > 1 else ''}"
-        kinds = Counter(f"{type(each.module).__name__} -> {type(each.replacement).__name__}" for each in self.replaced)
+        kinds = Counter(f"{type(swap.module).__name__} -> {type(swap.replacement).__name__}" for swap in self.replaced)
         kinds.update(type(module).__name__ for module in self.planned.values())
         if self._num_custom:
             yield f"{over_ranks}: {self._num_custom} distributed modules of the script."
@@ -268,13 +268,13 @@ class _Search:
         if not kinds and not self.skipped:
             return
         yield f"{over_ranks}: {', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'nothing'}."
-        untranslated = Counter(type(each.module).__name__ for each in self.replaced if each.rule.to_distributed is None)
+        untranslated = Counter(type(swap.module).__name__ for swap in self.replaced if swap.rule.to_distributed is None)
         if untranslated:
             yield (
                 f"  fresh weights for {', '.join(f'{count} {kind}' for kind, count in untranslated.items())}: weights"
                 " that they have, loaded ones too, are dropped; `to_distributed` of smp.tp_register keeps them"
             )
-        num_fresh = sum(fresh.get(each.name, False) for each in self.replaced if each.rule.to_distributed is not None)
+        num_fresh = sum(fresh.get(swap.name, False) for swap in self.replaced if swap.rule.to_distributed is not None)
         if num_fresh:
             yield (
                 f"  fresh weights, as in SMP v1, for {num_fresh} of {kinds.total()}: nothing was loaded into what they"

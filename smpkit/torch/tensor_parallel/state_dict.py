@@ -90,8 +90,8 @@ def join_pieces(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch
     if by_rank is None:
         return None
     sizes = [shape.numel() * piece.element_size() for shape in shapes]
-    pieces = [each[:size].cpu().view(piece.dtype) for each, size in zip(by_rank, sizes, strict=True)]
-    return join_shards([each.view(shape) for each, shape in zip(pieces, shapes, strict=True)], shard)
+    pieces = [data[:size].cpu().view(piece.dtype) for data, size in zip(by_rank, sizes, strict=True)]
+    return join_shards([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)], shard)
 
 
 def shard_state(root: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

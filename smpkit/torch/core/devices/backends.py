@@ -79,7 +79,8 @@ def device_backends(group: dist.ProcessGroup) -> list[Backend]:
     """Return what connects a group's devices and not its hosts: nothing, or one backend."""
     kinds = map(torch.device, backends_of(group))
     backends = [group._get_backend(device) for device in kinds if connects(group, device)]
-    return [getattr(each, "wrapped_pg", each) for each in backends]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
+    return [getattr(backend, "wrapped_pg", backend) for backend in backends]
 
 
 def error_of(backend: Backend) -> str | None:

@@ -133,8 +133,8 @@ def _hand_over(original: nn.Module, distributed: nn.Module) -> None:
 
 def _go_on_checkpointing(original: nn.Module, distributed: nn.Module) -> None:
     # Hugging Face's Trainer calls `gradient_checkpointing_enable()` before it wraps the model.
-    if any(getattr(each, "gradient_checkpointing", False) for each in original.modules()):
-        stacks = (each.seq_layers for each in distributed.modules() if isinstance(each, DistributedTransformer))
+    if any(getattr(module, "gradient_checkpointing", False) for module in original.modules()):
+        stacks = (module.seq_layers for module in distributed.modules() if isinstance(module, DistributedTransformer))
         set_activation_checkpointing(next(stacks, distributed))
 
 

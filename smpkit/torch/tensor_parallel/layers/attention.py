@@ -147,7 +147,7 @@ class DistributedAttentionLayer(DistributedModule):
         if config.rotary_dim:  # before the cast below: the rotation keeps the dtype of its input
             if position_ids is not None:
                 position_ids = gather_mask(position_ids, query.shape[0], self.boundary)
-            query, key = (rotated(each, config.rotary_dim, config.rotary_base, position_ids) for each in (query, key))
+            query, key = (rotated(heads, config.rotary_dim, config.rotary_base, position_ids) for heads in (query, key))
         if config.attention_in_fp32 and dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
         bias, causal = self._bias(query, key, attention_mask)

@@ -164,7 +164,7 @@ _IGNORED: Final = (
 )
 """Arguments of SMP v1 that chose between equivalent kernels, which torch does now: accepted, without effect. Sums of
 half precision, too: torch adds in float32 and rounds once."""
-OPTIONS: Final = (*(each.name for each in dataclasses.fields(LayerOptions)), *_IGNORED)
+OPTIONS: Final = (*(option.name for option in dataclasses.fields(LayerOptions)), *_IGNORED)
 """What the constructors take beside the arguments that they name."""
 
 
@@ -175,7 +175,7 @@ def config_of(owner: type, arguments: Mapping[str, Any], options: Mapping[str, A
         arguments: of the constructor by name, in their order; a config may stand in the place of the first.
         options: further fields of the config, those of LayerOptions.
     """
-    known = {each.name for each in dataclasses.fields(TransformerConfig)}
+    known = {option.name for option in dataclasses.fields(TransformerConfig)}
     values = {name: value for name, value in arguments.items() if name in known}
     first = next(iter(values.values()))
     if isinstance(first, TransformerConfig):
