@@ -59,7 +59,7 @@ def passing(tree: Path, killers: Sequence[str]) -> set[str]:
     """Return those that pass on the unchanged tree; they run together, which is faster, unless one of them fails."""
     status, output = run_tests(tree, killers)
     if status != 0 and len(killers) > 1:
-        return {each for killer in killers for each in passing(tree, [killer])}
+        return {test for killer in killers for test in passing(tree, [killer])}
     return {killer for killer in killers if status == 0 and f"\nPASSED {killer}" in output}
 
 
@@ -95,9 +95,10 @@ def main() -> int:
     parser.add_argument("--in", dest="folder", default="", help="only those in files whose path begins so")
     parser.add_argument("--jobs", type=int, default=1, help="how many run at a time")
     asked = parser.parse_args()
-    known = [Fault(**each) for each in yaml.safe_load((ROOT / "tests/faults.yaml").read_text())]
-    chosen = [each for each in known if each.file.startswith(asked.folder) and (not asked.ids or each.id in asked.ids)]
-    if not chosen or not {*asked.ids} <= {each.id for each in chosen} or len({each.id for each in known}) < len(known):
+    known = [Fault(**fault) for fault in yaml.safe_load((ROOT / "tests/faults.yaml").read_text())]
+    by_id = {fault.id: fault for fault in known if fault.file.startswith(asked.folder)}
+    chosen = [fault for key, fault in by_id.items() if not asked.ids or key in asked.ids]
+    if not chosen or not {*asked.ids} <= by_id.keys() or len({fault.id for fault in known}) < len(known):
         parser.error("there are no such faults, or two have one id")
     together: defaultdict[str, list[Fault]] = defaultdict(list)
     for fault in chosen:

@@ -43,8 +43,8 @@ def problems(page: Path) -> Iterator[str]:
         plain = re.sub(r"`[^`]*`", "X", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph))
         place = f"{page.relative_to(ROOT)}:{number}"
         for pattern, advice in _WORDS.items():
-            if found := re.search(pattern, plain, re.IGNORECASE):
-                yield f"{place}: `{found[0]}`: {advice}"
+            if match := re.search(pattern, plain, re.IGNORECASE):
+                yield f"{place}: `{match[0]}`: {advice}"
         if not paragraph.lstrip().startswith("|"):
             for sentence in re.split(r"[.!?](?:\*\*|\)|”|\")* +", plain):
                 if (count := len(re.findall(r"[\w'’-]*[A-Za-z][\w'’-]*", sentence))) > _MAX_WORDS:

@@ -67,22 +67,22 @@ def main() -> int:
     if asked.new:
         tried = {name for name, entry in _known().items() if entry["found"] or "why" in entry or "tried" in entry}
         chosen = [edge for edge in chosen if edge.id not in tried]
-    found: dict[str, str | None] = {}
+    tests: dict[str, str | None] = {}
     first = [name for name in SCENARIOS if SCENARIOS[name].is_quick or SCENARIOS[name].ranks > 1]
     with ThreadPoolExecutor(asked.jobs) as pool:
         for names in (first, [name for name in SCENARIOS if name not in first]):
-            left = [edge for edge in chosen if not found.get(edge.id)]
+            left = [edge for edge in chosen if not tests.get(edge.id)]
             if not left:
                 break
             reach = dict(zip(names, pool.map(partial(_reach, every), names), strict=True))
             for edge, finding in zip(left, pool.map(partial(_try, reach), left), strict=True):
-                found[edge.id] = finding
-                _write(every, found)
+                tests[edge.id] = finding
+                _write(every, tests)
                 print(f"{'found' if finding else 'NOT FOUND':9} {edge.id}\n          {finding}", flush=True)
-    entries = _write(every, found)
+    entries = _write(every, tests)
     lacking = [entry["edge"] for entry in entries if not entry["found"] and "why" not in entry]
     print(f"{sum(bool(entry['found']) for entry in entries)} of {len(entries)} edges are found to be missing")
-    print(*(f"neither found nor explained: {each}" for each in lacking), sep="\n")
+    print(*(f"neither found nor explained: {edge}" for edge in lacking), sep="\n")
     return 1 if lacking else 0
 
 
@@ -90,15 +90,15 @@ def _known() -> dict[str, dict[str, Any]]:
     return {entry["edge"]: entry for entry in yaml.safe_load(RESULT.read_text())}
 
 
-def _write(every: Sequence[Edge], found: dict[str, str | None]) -> list[dict[str, Any]]:
+def _write(every: Sequence[Edge], tests: dict[str, str | None]) -> list[dict[str, Any]]:
     """Write what was found now, and what was known before of the others, and return it."""
     known = _known()
     entries = []
     for edge in every:
         before = known.get(edge.id, {})
-        entry: dict[str, Any] = {"edge": edge.id, "found": found.get(edge.id, before.get("found"))}
+        entry: dict[str, Any] = {"edge": edge.id, "found": tests.get(edge.id, before.get("found"))}
         if not entry["found"]:
-            entry |= {"tried": True} if edge.id in found or "tried" in before else {}
+            entry |= {"tried": True} if edge.id in tests or "tried" in before else {}
             entry |= {"why": before["why"]} if "why" in before else {}
         entries.append(entry)
     RESULT.write_text(_HEADER + yaml.safe_dump(entries, width=120, sort_keys=False, allow_unicode=True))
@@ -155,9 +155,9 @@ def _run(edge: Edge, name: str, limit: float) -> str | None:
             run_on_sim(_without, folder, edge, name, size=SCENARIOS[name].ranks, timeout=limit)
         except RankFailed as error:
             failed = str(error).strip()
-        found = [path.read_text() for path in Path(folder).iterdir()]
-    if found:
-        return min(found, key=lambda finding: ": error: " in finding)
+        outputs = [path.read_text() for path in Path(folder).iterdir()]
+    if outputs:
+        return min(outputs, key=lambda finding: ": error: " in finding)
     if failed is None:
         return None
     by = "hang" if "still running after" in failed else "crash" if "died without" in failed else "error"

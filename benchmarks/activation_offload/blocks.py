@@ -26,7 +26,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         y = self.before_attention(x)
-        q, k, v = (each(y).view(batch, length, self.heads, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        projections = (self.q, self.k, self.v)
+        q, k, v = (project(y).view(batch, length, self.heads, -1).transpose(1, 2) for project in projections)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).reshape(batch, length, width))
         y = self.before_feed(x)

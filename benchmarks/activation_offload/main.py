@@ -30,10 +30,10 @@ def main() -> None:
     run(__file__, options, parts, ["bytes", "training"] if torch.cuda.is_available() else [*parts][:3])
 
 
-def table_of(found: Iterable[dict[str, Any]]) -> tuple[str, object]:
+def table_of(results: Iterable[dict[str, Any]]) -> tuple[str, object]:
     """Print each row at once, since a run may be cut off; return a table with a column per key."""
     rows = []
-    for row in found:
+    for row in results:
         print(json.dumps(row), flush=True)
         rows.append(row)
     heads = list(dict.fromkeys(key for row in rows for key in row))

@@ -68,7 +68,7 @@ def microseconds(call: Call, module: nn.Module, x: Tensor) -> float:
 
 
 def row(name: str, times: Mapping[str, Sequence[float]]) -> list[object]:
-    medians = [f"{statistics.median(each):.0f} µs" for each in times.values()]
+    medians = [f"{statistics.median(runs):.0f} µs" for runs in times.values()]
     return [name, *medians, share(times, "smpkit"), share(times, "smpkit, parking")]
 
 
@@ -84,14 +84,14 @@ def share(times: Mapping[str, Sequence[float]], ours: str) -> str:
 def calls(options: argparse.Namespace) -> tuple[str, object]:
     """Return a row per module: what a call takes as it is, and with each checkpoint."""
     torch.set_num_threads(1)
-    found = {
+    models = {
         name: take_turns(
             {who: partial(microseconds, call, module, x) for who, call in CONTESTANTS.items()}, options.repetitions
         )
         for name, (module, x) in layers().items()
     }
     heads = ["module", *CONTESTANTS, "added / torch's", "with parking"]
-    return table(heads, [row(*each) for each in found.items()]), found
+    return table(heads, [row(*model) for model in models.items()]), models
 
 
 if __name__ == "__main__":

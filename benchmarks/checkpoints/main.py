@@ -103,8 +103,8 @@ def _empty(folder: Path) -> None:
 
 def _bytes(model: Any, optimizer: Any) -> int:
     states = [model.local_state_dict(), *optimizer.local_state_dict()["state"].values()]
-    tensors = [each for values in states for each in values.values() if isinstance(each, torch.Tensor)]
-    return sum(getattr(each, "to_local", lambda each=each: each)().nbytes for each in tensors)
+    tensors = [value for values in states for value in values.values() if isinstance(value, torch.Tensor)]
+    return sum(getattr(tensor, "to_local", lambda tensor=tensor: tensor)().nbytes for tensor in tensors)
 
 
 def saves(options: argparse.Namespace) -> tuple[str, object]:

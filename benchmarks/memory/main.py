@@ -142,7 +142,7 @@ def techniques(names: Sequence[str], options: argparse.Namespace) -> tuple[str, 
         else:
             ranks = run_ranks(measured, 2, name, timeout=300)
         peak, host = max((peak - host, host) for peak, host, _ in ranks)
-        seconds = sum(each for *_, each in ranks)
+        seconds = sum(took for *_, took in ranks)
         base_bytes, base_seconds = base_bytes or peak, base_seconds or seconds
         figures = [mebibytes(peak), mebibytes(host) if host else "", f"{1 - peak / base_bytes:.0%}"]
         rows.append([TECHNIQUES[name][0], *figures, f"{seconds / base_seconds:.2f} ×"])

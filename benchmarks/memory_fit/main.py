@@ -77,15 +77,15 @@ def row(copy: float, way: str, inputs: int) -> list[str]:
         optimizer.zero_grad()
 
     with torchs_own_checkpoint(), offload:
-        found = last_of(10, step)
+        figures = last_of(10, step)
     planned = ["", ""]
     if fitted is not None:
         fit, counts = fitted.report(), Counter(fitted.state_dict().values())
         choices = ", ".join(str(counts[choice]) for choice in ("keep", "offload", "recompute"))
-        peak = (fit.device_bytes - found.bytes_before) / INPUT
+        peak = (fit.device_bytes - figures.bytes_before) / INPUT
         planned = [choices, f"{fit.step_seconds / FORWARD:.1f}, {peak:.0f}"]
         fitted.remove()
-    return [f"{found.seconds / FORWARD:.1f}", f"{found.peak_bytes / INPUT:.0f}", *planned]
+    return [f"{figures.seconds / FORWARD:.1f}", f"{figures.peak_bytes / INPUT:.0f}", *planned]
 
 
 def ways(options: argparse.Namespace) -> tuple[str, object]:

@@ -34,19 +34,19 @@ def words(options: argparse.Namespace) -> tuple[str, object]:
     width = options.width or (128 if options.quick else FAIRSCALE_WIDTH if torch.cuda.is_available() else 512)
     pythons = {name: options.fairscale_python if name == "fairscale" else sys.executable for name in LIBRARIES}
     turns = {name: partial(trained, name, python, width) for name, python in pythons.items()}
-    found = take_turns(turns, options.repetitions, warm_ups=0)
+    results = take_turns(turns, options.repetitions, warm_ups=0)
     rows = []
-    for name, runs in found.items():
-        if runs := [each for each in runs if each]:
-            speeds = [each["words_per_second"] for each in runs]
+    for name, runs in results.items():
+        if runs := [result for result in runs if result]:
+            speeds = [run["words_per_second"] for run in runs]
             kinds = ("host_bytes", "device_bytes", "reserved_bytes")
-            memory = [mebibytes(min((each[key] for each in runs if key in each), default=None)) for key in kinds]
-            losses, busy = runs[0]["losses"], min(each["busy_seconds"] for each in runs)
+            memory = [mebibytes(min((run[key] for run in runs if key in run), default=None)) for key in kinds]
+            losses, busy = runs[0]["losses"], min(run["busy_seconds"] for run in runs)
             cells = [f"{max(speeds):.1f}", f"{statistics.median(speeds):.1f}", f"{busy:.3f}", *memory]
             rows.append([name, *cells, f"{losses[1]:.5f}", f"{losses[STEPS]:.5f}"])
     heads = ["", "words/s, best", "median", "CPU s/step", "peak host", "peak device", "reserved", "loss after 1 step"]
     about = f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam; {STEPS} steps, {options.repetitions} times."
-    return f"{about}\n\n{table([*heads, f'after {STEPS}'], rows)}", found
+    return f"{about}\n\n{table([*heads, f'after {STEPS}'], rows)}", results
 
 
 def trained(name: str, python: str, width: int) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def trained(name: str, python: str, width: int) -> dict[str, Any]:
     if done.returncode:
         print(f"{name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}", flush=True)
         return {}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{name}: {found['words_per_second']:.1f} words/s", flush=True)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{name}: {result['words_per_second']:.1f} words/s", flush=True)
+    return result
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ def steps(options: argparse.Namespace) -> tuple[str, object]:
         torch.set_num_threads(count)
         updates = contestants(num_parameters, deepspeed=missing is None)
         times = take_turns({name: partial(seconds_of, update) for name, update in updates.items()}, TURNS)
-        least.append({name: min(each) for name, each in times.items()})
+        least.append({name: min(runs) for name, runs in times.items()})
     rows = []
     for name in least[0]:
-        cells = [(f"{each[name] / num_parameters * 1e9:.2f}", f"{each[name] / each[BASE]:.2f}") for each in least]
+        cells = [(f"{best[name] / num_parameters * 1e9:.2f}", f"{best[name] / best[BASE]:.2f}") for best in least]
         rows.append([name, *cells[0], *cells[1]])
     text = f"AdamW on {num_parameters / 1e6:.1f} million parameters, the least of {TURNS} steps.\n\n"
     text += table(["", "ns per parameter, 1 thread", "/ torch", "2 threads", "/ torch"], rows)
@@ -55,9 +55,9 @@ def contestants(num_parameters: int, *, deepspeed: bool) -> dict[str, Step]:
     torch.manual_seed(0)
     gradient, master, first, second = memory = [zeros(num_parameters) for _ in range(4)]
     weight = zeros(num_parameters, torch.bfloat16)
-    for each in (gradient, master):
-        each.normal_()
-    of_torch = [each.clone() for each in memory]
+    for tensor in (gradient, master):
+        tensor.normal_()
+    of_torch = [tensor.clone() for tensor in memory]
 
     def fused(gradient: Tensor, master: Tensor, first: Tensor, second: Tensor) -> None:
         torch._fused_adamw_([master], [gradient], [first], [second], [], [torch.tensor(2.0)], **OPTIONS, **FUSED)

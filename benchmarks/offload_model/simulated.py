@@ -142,9 +142,9 @@ def measure(cell: Cell, *, offloads: bool = True, prefetch: bool = True) -> tupl
         if offloads:
             model.synchronize()
 
-    found = last_of(4, step)
+    figures = last_of(4, step)
     callers = 3 * cell.num_microbatches * cell.border_bytes  # the model's input and output, and the output's gradient
-    return found, found.bytes_before + found.peak_bytes - before - callers
+    return figures, figures.bytes_before + figures.peak_bytes - before - callers
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -163,20 +163,20 @@ def steps(_options: argparse.Namespace) -> tuple[str, object]:
         {32 << 10: 42, 8 << 10: 10, 2 << 10: 2}.items(), CONTESTANTS.items()
     ):
         cell = Cell(8, num_rows, 1, 2 * _BLOCK * tokens / H200_FLOPS, 2 * _BLOCK / H200_LINK)
-        found, peak_bytes = measure(cell, **how)
-        overlap = found.overlap(PRODUCT)
+        figures, peak_bytes = measure(cell, **how)
+        overlap = figures.overlap(PRODUCT)
         planned_stall, planned_peak = "-", "-"
         if not how:
             planned_stall = f"{1e3 * (cell.planned_seconds - cell.compute_seconds):.1f} ms"
             planned_peak = f"{cell.planned_peak_bytes() / cell.slice_bytes:.2f}"
-        figures = [
-            f"{1e3 * found.seconds:.1f} ms",
-            f"{max(0.0, 1e3 * (found.seconds - found.seconds_of(PRODUCT))):.1f} ms",
+        cells = [
+            f"{1e3 * figures.seconds:.1f} ms",
+            f"{max(0.0, 1e3 * (figures.seconds - figures.seconds_of(PRODUCT))):.1f} ms",
             planned_stall,
             "-" if overlap is None else f"{100 * overlap:.0f} %",
             f"{peak_bytes / cell.slice_bytes:.2f}",
             planned_peak,
         ]
-        rows.append([tokens, name, *figures])
+        rows.append([tokens, name, *cells])
     heads = ["tokens", "", "step", "stall", "planned", "copies hidden", "device peak", "planned"]
     return f"Eight slices, one microbatch; peaks in units of a slice's weights.\n\n{table(heads, rows)}", rows

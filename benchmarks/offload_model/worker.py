@@ -87,16 +87,16 @@ def main(library: str, width: int) -> None:
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
         busy.append(time.process_time() - cpu)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "words_per_second": TOKENS_PER_STEP * STEPS / sum(seconds[WARM_UP:]),
         "busy_seconds": min(busy[WARM_UP:]),
         "losses": losses,
         "host_bytes": resident_bytes(),
     }
     if device.type == "cuda":
-        found["device_bytes"] = torch.cuda.max_memory_allocated()
-        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-    print(json.dumps(found))
+        result["device_bytes"] = torch.cuda.max_memory_allocated()
+        result["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    print(json.dumps(result))
 
 
 def contestant(library: str, plain: Any, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:

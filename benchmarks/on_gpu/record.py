@@ -65,7 +65,7 @@ class Record(BaseModel):
 
     def add(self, outcome: Outcome) -> None:
         """Put it in the place of the part's earlier one, which stays if there was no time for another."""
-        others = [each for each in self.outcomes if each.name != outcome.name]
+        others = [other for other in self.outcomes if other.name != outcome.name]
         if outcome.state != "not run" or len(others) == len(self.outcomes):
             self.outcomes = [*others, outcome]
 
@@ -76,7 +76,7 @@ class Record(BaseModel):
             "results.json": self.model_dump_json(indent=1),
             "summary.md": _summary(self.facts, self.outcomes),
             "tables.md": "\n\n".join(
-                f"# {each.name}: {each.title}\n\n{each.output.strip()}" for each in self.outcomes if not each.tests
+                f"# {other.name}: {other.title}\n\n{other.output.strip()}" for other in self.outcomes if not other.tests
             ),
             "failures.txt": "\n\n".join(_failures(self.outcomes)) or "Nothing has failed.",
         }
@@ -133,7 +133,7 @@ def _summary(facts: dict[str, str], outcomes: Sequence[Outcome]) -> str:
 
 def _row(outcome: Outcome) -> list[object]:
     counts = _counts(outcome.tests)
-    cells = [counts[each] if outcome.tests else "" for each in _COUNTED]
+    cells = [counts[kind] if outcome.tests else "" for kind in _COUNTED]
     return [f"{outcome.name}: {outcome.title}", outcome.state, *cells, f"{outcome.seconds:.0f}"]
 
 

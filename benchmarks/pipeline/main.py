@@ -72,7 +72,7 @@ def main() -> None:
 def figures_of(measure: Callable[[int], dict[str, float]], options: Options) -> tuple[str, object]:
     """Return a row per figure, and a column per rank."""
     figures = on_ranks(measure, 2, options.repetitions)
-    rows = [[what, *[f"{each[what]:.4g}" for each in figures]] for what in figures[0]]
+    rows = [[what, *[f"{rank[what]:.4g}" for rank in figures]] for what in figures[0]]
     return table(["", "rank 0", "rank 1"], rows), figures
 
 
@@ -106,7 +106,7 @@ def time_gpt(repetitions: int, size: GPTSize) -> tuple[Times, Times]:
     """
     count = size.num_microbatches
     init(count)
-    inputs, targets = (each.to(state.device) for each in gpt_batch(size))
+    inputs, targets = (tensor.to(state.device) for tensor in gpt_batch(size))
     contestants: dict[str, Step] = {}
 
     sgd = partial(torch.optim.SGD, lr=0.05)
@@ -186,8 +186,8 @@ def sleep_table(options: Options) -> tuple[str, object]:
     contests = [{"count": count, "make_layer": partial(SleepLayer, size // 4)} for (_, size), count in messages]
     rows, cells = [], []
     for size in sizes:
-        found = on_ranks(time_sleeping, size, contests, options.repetitions)[0]
-        for ((message, _), count), times in zip(messages, found, strict=True):
+        contests_of_size = on_ranks(time_sleeping, size, contests, options.repetitions)[0]
+        for ((message, _), count), times in zip(messages, contests_of_size, strict=True):
             theirs, ours = times.values()
             ideal = (count + size - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
             compared = f"{min(ours) / min(theirs):.3f} ({statistics.median(ours) / statistics.median(theirs):.3f})"
@@ -209,17 +209,17 @@ def schedules_table(options: Options) -> tuple[str, object]:
     cells = list(product([2], [4]) if options.quick else product([2, 4], [8, 16]))
     half = partial(SleepLayer, SMALL // 4, 0.5)
     shares: defaultdict[str, list[str]] = defaultdict(list)
-    found = []
+    results = []
     for size, count in cells:
         contests = [
             {"count": count, "make_layer": half, "per_rank": 2, "theirs": theirs, "ours": f"smpkit {name}", **more}
             for name, more, theirs in SCHEDULES
         ]
-        found.append(on_ranks(time_sleeping, size, contests, options.repetitions)[0])
-        for name, seconds in (each for times in found[-1] for each in times.items()):
+        results.append(on_ranks(time_sleeping, size, contests, options.repetitions)[0])
+        for name, seconds in (contestant for times in results[-1] for contestant in times.items()):
             shares[name].append(share(count * (FORWARD_SECONDS + BACKWARD_SECONDS), seconds))
     heads = ["", *[f"P = {size}, M = {count}" for size, count in cells]]
-    return table(heads, [[name, *row] for name, row in shares.items()]), found
+    return table(heads, [[name, *row] for name, row in shares.items()]), results
 
 
 # --- the engine's own cost --------------------------------------------------------------------------------------------
@@ -238,8 +238,8 @@ def overhead(repetitions: int) -> dict[str, float]:
 
     steps = {name: partial(spent, step) for name, step in sleeping(count, Scale).items()}
     times = take_turns(steps, repetitions, WARM_UPS)
-    median = {f"{name}, median, µs": statistics.median(each) for name, each in times.items()}
-    return median | {f"{name}, fastest, µs": min(each) for name, each in times.items()}
+    median = {f"{name}, median, µs": statistics.median(runs) for name, runs in times.items()}
+    return median | {f"{name}, fastest, µs": min(runs) for name, runs in times.items()}
 
 
 def bytecodes(_repetitions: int) -> dict[str, float]:
@@ -294,8 +294,8 @@ def masked(repetitions: int) -> dict[str, float]:
 
     losses = {"masked": masked_loss, "unmasked": gpt_loss}
     times = time_steps({name: partial(step, loss_of) for name, loss_of in losses.items()}, repetitions)
-    median = {f"{name}, median": 1 / statistics.median(each) for name, each in times.items()}
-    return median | {f"{name}, fastest": 1 / min(each) for name, each in times.items()}
+    median = {f"{name}, median": 1 / statistics.median(seconds) for name, seconds in times.items()}
+    return median | {f"{name}, fastest": 1 / min(seconds) for name, seconds in times.items()}
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def beside_the_sdk(options: argparse.Namespace) -> tuple[str, object]:
             turns = take_turns(workers, options.repetitions)  # the first of all fills the disk cache
             medians = {}
             for who, measured in turns.items():
-                medians[who] = {key: statistics.median(each[key] for each in measured) for key in measured[0]}
+                medians[who] = {key: statistics.median(run[key] for run in measured) for key in measured[0]}
                 cpu, wall, peak, size = (medians[who][key] for key in ("cpu", "wall", "peak", "bytes"))
                 rows.append([title, who, f"{cpu:.2f} s", f"{wall:.2f} s", f"{peak / 1024:.0f} MiB", f"{size:,.0f}"])
             ratio = medians["sdk2"]["cpu"] / medians["smpkit"]["cpu"]

@@ -34,7 +34,7 @@ class Traffic(TorchDispatchMode):
         letters = name.replace("_", "")
         kind = next((kind for kind in _KINDS if letters.startswith(kind.replace("-", ""))), None)
         if kind is not None:
-            sizes = [each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor)]
+            sizes = [value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor)]
             self.messages[kind] += 1
             self.bytes[kind] += max(sizes)
 

@@ -38,7 +38,7 @@ def row(cell: dict[str, Any]) -> list[object]:
     """Return times, their ratio, messages and bytes of a cell."""
     ours, theirs = cell["times"].values()
     both = [milliseconds(times, digits=2) for times in (ours, theirs)]
-    sent, size = " / ".join(map(str, cell["messages"])), " / ".join(f"{each / 2**20:.2f}" for each in cell["bytes"])
+    sent, size = " / ".join(map(str, cell["messages"])), " / ".join(f"{size / 2**20:.2f}" for size in cell["bytes"])
     return [cell["kind"], cell["width"], cell["boundary"], *both, ratio(ours, theirs), sent, size]
 
 
@@ -67,14 +67,14 @@ def cell(kind: str, width: int, boundary: Layout, mesh: DeviceMesh, repetitions:
     torch.testing.assert_close(*[module(x) for module in modules.values()], rtol=1e-3, atol=1e-4)
     steps = {name: partial(step, module, x) for name, module in modules.items()}
     times = time_steps(steps, repetitions)
-    traffic = [counted(each) for each in steps.values()]
+    traffic = [counted(step) for step in steps.values()]
     return {
         "kind": kind,
         "width": width,
         "boundary": boundary.value,
         "times": times,
-        "messages": [sum(each.messages.values()) for each in traffic],
-        "bytes": [sum(each.bytes.values()) for each in traffic],
+        "messages": [sum(counts.messages.values()) for counts in traffic],
+        "bytes": [sum(counts.bytes.values()) for counts in traffic],
     }
 
 

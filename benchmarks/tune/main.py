@@ -115,17 +115,17 @@ def build(name: str) -> Any:
 
 
 def slow_parts(model: nn.Module) -> dict[str, Slow]:
-    return {name: each for name, each in model.named_modules() if isinstance(each, Slow)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Slow)}
 
 
 def sleeps(facts: ModelFacts, model: nn.Module) -> dict[str, float]:
     """Return how long each block, and the head, sleeps for a sample: as long as its products would take."""
     flops = {unit.cost.name: unit.cost.flops for unit in facts.units}
-    found = {}
+    figures = {}
     for part in slow_parts(model):
         unit = next(name for name in flops if f"{part}.".startswith(f"{name}.") or name.startswith(f"{part}."))
-        found[part] = flops[unit] / facts.samples * FORWARD_SECONDS / _gpt_flops()
-    return found
+        figures[part] = flops[unit] / facts.samples * FORWARD_SECONDS / _gpt_flops()
+    return figures
 
 
 def _gpt_flops() -> float:
@@ -141,7 +141,7 @@ def configurations(ranks: int) -> Iterator[dict[str, Any]]:
     stages = ranks
     while stages > 1:
         replicas = ranks // stages
-        counts = [each for each in (stages // 2, stages, 2 * stages, 4 * stages) if 2 <= each <= SAMPLES // replicas]
+        counts = [count for count in (stages // 2, stages, 2 * stages, 4 * stages) if 2 <= count <= SAMPLES // replicas]
         for rounds in counts[-3:]:
             for name in ("interleaved", "simple", "zero_bubble"):
                 yield _config(stages, rounds, pipeline=name)
@@ -259,7 +259,7 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _ranked(values: Sequence[float]) -> list[float]:
-    return [sum(each < value for each in values) + (sum(each == value for each in values) - 1) / 2 for value in values]
+    return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
 
 
 if __name__ == "__main__":

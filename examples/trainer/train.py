@@ -89,10 +89,10 @@ def main() -> None:
     )
     fitted = smpkit.fit(model, device_gib=arguments.device_gib) if arguments.device_gib else None
     trainer.train()
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        print(f"{type(trainer.model_wrapped).__name__}: accuracy {found['eval_accuracy']:.3f}", flush=True)
+        print(f"{type(trainer.model_wrapped).__name__}: accuracy {metrics['eval_accuracy']:.3f}", flush=True)
     if fitted:
         print(fitted.report())
 
