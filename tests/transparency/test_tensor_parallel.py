@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from tests.models import CASES, Case
+from tests.models import CASES, WIDTH, Case, vectors
 from tests.pairwise import pairwise, slow
+from tests.torch.steps import error_of, on_ranks
 from tests.train import Way, differ, same
 from tests.transparency.test_tensor_parallel_modules import CAUSAL, DROPOUTS, LENGTH, PRE, SIZES
 
@@ -99,3 +100,26 @@ def test_without_a_step_function_training_equals_plain_pytorch(prescaled: bool, 
 def test_norms_of_divided_weights_are_those_of_the_whole_with_sharded_states() -> None:
     name, way = row("language model", (1, 2, 2), True, "speed", sharded=True)
     same(MODELS[name], replace(way, optimizer="LAMB"))
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+@on_ranks(2)
+def test_a_penalty_on_divided_weights_in_the_loss_is_refused(prescaled: bool) -> None:
+    """As in EWC, FedProx and orthogonal regularisers: gradients were halved, norms and products those of a piece."""
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": prescaled})
+    divided, whole = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    smp.set_tensor_parallelism(divided)
+    model = smp.DistributedModel(nn.Sequential(divided, nn.Tanh(), whole))
+
+    @smp.step
+    def train_step(model: Any, x: Tensor, names: Any) -> Tensor:
+        penalised = [weight for name, weight in model.named_parameters() if name in names]
+        loss: Tensor = model(x).square().mean() + 0.1 * sum(weight.square().sum() for weight in penalised)
+        model.backward(loss)
+        return loss
+
+    x, _ = vectors(4, torch.Generator().manual_seed(0))
+    train_step(model, x.float(), ["2.weight", "0.bias"])  # which each rank has whole
+    message = error_of(lambda: train_step(model, x.float(), ["2.weight", "0.weight"]))
+    assert "the loss contains `0.weight` itself" in message
+    assert "add the gradient of a penalty" in message

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from smpkit.errors import UsageError
 from smpkit.plan.schedule.graph import Kind
@@ -17,8 +18,10 @@ from smpkit.torch.core.status import begin_action
 from smpkit.torch.core.step_participants import StepParticipants
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.pipeline.backward import run_backward
+from smpkit.torch.pipeline.parameters import leaves_of
 from smpkit.torch.pipeline.random_streams import RandomStreams, call_without_operation_streams
 from smpkit.torch.pipeline.units import install_streams
+from smpkit.torch.placement.shards import is_tp_shard
 from smpkit.torch.placement.units import units_of
 from smpkit.torch.recording.recorder import recorded_backward, recorded_microbatch
 from smpkit.torch.tensor_parallel.agreement import common_seed
@@ -84,6 +87,8 @@ class OneStage:
     def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
         """Run backward now; inside a step or outside any."""
         with _NoTorchFunction():  # or the mode for random streams would see these as operations between units
+            if state.tp_size > 1:
+                _refuse_pieces(roots)
             scaled = list(map(root_gradient, roots, grads, [scale] * len(roots)))
         step, participants = state.step, self._participants
         if step is not None:
@@ -125,3 +130,22 @@ class OneStage:
                 raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
 
         first.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
+
+
+def _refuse_pieces(roots: Sequence[torch.Tensor]) -> None:
+    """Refuse a loss with a penalty on divided weights: it would be that of this rank's pieces, with a wrong scale.
+
+    What a divided module computes leaves it by a collective, which is a Function of Python; a penalty does not.
+    """
+    for piece in (leaf for root in roots for leaf in leaves_of(root, _is_of_torch) if is_tp_shard(leaf)):
+        assert state.model is not None  # whose backward this is
+        raise UsageError(
+            f"the loss contains `{state.model.placement.of(piece).name}` itself, as a penalty on weights does, but"
+            " tensor parallelism divides it: this rank would add a penalty on its piece",
+            hint="for L2 use the optimizer's weight_decay; add the gradient of a penalty on single numbers (L1, EWC) to"
+            " `parameter.grad` before `optimizer.step()`; leave a matrix with another penalty whole",
+        )
+
+
+def _is_of_torch(node: object) -> bool:
+    return not isinstance(node, BackwardCFunction)

@@ -74,7 +74,7 @@ def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
 
     What else it was made of may get a gradient, on one rank alone: `has_gradient_of_a_step` tells.
     """
-    leaves = list(_leaves_of(tensor)) if tensor.requires_grad else []
+    leaves = list(leaves_of(tensor)) if tensor.requires_grad else []
     if not isinstance(tensor, NonResident) and not any(id(leaf) in stage.parameter_owners for leaf in leaves):
         for leaf in leaves:
             if state.model is not None and leaf not in state.model.placement and leaf not in _beyond_model:
@@ -91,8 +91,12 @@ def refuse_made_of_weights(tensor: torch.Tensor, stage: StageContext) -> None:
     )
 
 
-def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the leaves of the graph that a tensor was computed by, or the tensor itself if it has no graph."""
+def leaves_of(tensor: torch.Tensor, through: Callable[[Any], bool] = lambda _: True) -> Iterator[torch.Tensor]:
+    """Yield the leaves of the graph that a tensor was computed by, or the tensor itself if it has no graph.
+
+    Args:
+        through: whether to look behind a node of the graph.
+    """
     if tensor.grad_fn is None:
         yield tensor
         return
@@ -101,7 +105,8 @@ def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         node: Any = stack.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
-        after = [node for node, _ in node.next_functions if node is not None and node not in seen]
+        following = node.next_functions if through(node) else ()
+        after = [source for source, _ in following if source is not None and source not in seen]
         seen.update(after)
         stack += after
 
