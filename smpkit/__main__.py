@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -10,6 +11,7 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Load the command line, run it with the arguments of the process, and exit."""
     _open_standard_streams()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was begun is undone
     try:
         from smpkit.cli.main import main as run
     except KeyboardInterrupt:
