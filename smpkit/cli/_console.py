@@ -174,6 +174,6 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 def write_file(path: Path, text: str, what: str) -> None:
     """Write a file; raise SmpkitError, which names `what`, where that cannot be done."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may hold anything
     except OSError as error:
         raise SmpkitError(f"the {what} cannot be written to `{path}`: {error.strerror}") from None

@@ -22,6 +22,7 @@ from smpkit_estimator import docker
 from smpkit_estimator.backend import Finding, tried
 
 _SMALL_SHARED_BYTES: Final = 64 * 2**20
+_LEAST_TORCH: Final = (2, 11)
 _INSTALL_TORCH: Final = (
     "`pip install 'smpkit[torch]'`; without a GPU add `--extra-index-url https://download.pytorch.org/whl/cpu`, "
     "which brings a much smaller PyTorch"
@@ -57,6 +58,10 @@ def _torch(*, needed: bool) -> Finding:
     version = version_of("torch")
     if version is None:
         text = "torch is not installed here (needed in the image and for `smpkit run`)"
+        return Finding("torch", "problem" if needed else "info", text, _INSTALL_TORCH)
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if release < _LEAST_TORCH:
+        text = f"torch {version} is too old: smpkit needs {'.'.join(map(str, _LEAST_TORCH))} or newer"
         return Finding("torch", "problem" if needed else "info", text, _INSTALL_TORCH)
     parts = [f"{name} {installed}" for name, package in _WITH_TORCH if (installed := version_of(package))]
     return Finding("torch", "ok", ", ".join([f"torch {version}", *(parts or ["a build for the CPU"])]))

@@ -92,7 +92,7 @@ def _nothing_fits(result: SearchResult) -> SmpkitError:
     degrees = f"pipeline {config.pipeline_parallel_degree} × tensor {config.tensor_parallel_degree}"
     lacks = f"lacks {amount(nearest.missing_bytes)}: {nearest.reason}"
     return SmpkitError(
-        f"no configuration fits; the nearest, {degrees} with {config.microbatches} microbatches, {lacks}",
+        f"no configuration fits; the nearest, {degrees} with {things(config.microbatches, 'microbatch')}, {lacks}",
         hint="use more `--hosts`, smaller microbatches in the factory, or devices with more memory",
     )
 
@@ -204,7 +204,7 @@ def _report(name: str, job: Job, result: SearchResult, parameters: Mapping[str, 
     yield f"{name}{': ' * bool(name)}{where} of {job.machine.name}"
     yield from fold("facts     ", [job.machine.source], width())
     yield f"model     {model.name}, {job.samples} samples ({job.tokens} tokens) in a step"
-    searched = f"{result.num_predicted} configurations predicted in {result.seconds:.1f} s"
+    searched = f"{things(result.num_predicted, 'configuration')} predicted in {result.seconds:.1f} s"
     left = [f"one of the others could be {result.unseen_gap:.0%} faster at most"] if result.unseen_gap else []
     yield from fold("search    ", [f"{searched}{';' * bool(left)}", *left], width(), " ")
     if result.best:
@@ -277,6 +277,10 @@ def _details(best: Prediction, job: Job, parameters: Mapping[str, Any]) -> Itera
         for key, value in _changes(best, parameters).items()
     ]
     yield from fold("settings  ", settings or ["as they are"], width())
+    # Other degrees divide the same samples over other replicas, and it is the script that reads them.
+    passes = given.get("microbatches", 1) * job.models[1].samples
+    if (needed := best.config.microbatches * best.samples_per_microbatch) != passes:
+        yield f"batch     the script must pass {things(needed, 'sample')} to a step on each rank, not {passes}"
 
 
 def _layer_lines(choices: Mapping[str, Choice]) -> list[str]:

@@ -11,6 +11,7 @@ import click
 import smpkit
 from smpkit.cli import _console
 from smpkit.cli.options import ACCESS, BackendChoice, backend_options, read_job, refuse
+from smpkit.errors import UsageError
 from smpkit.units import things
 from smpkit.version import commit
 
@@ -34,6 +35,7 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
     `--write` is given.
     """
     from smpkit.cli._machine import check_machine, runs_here
+    from smpkit_estimator.backend import Finding
 
     if report:
         refuse(("file", "write", *ACCESS), "beside `--report`, which is of this machine", "remove it")
@@ -48,7 +50,12 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, chosen: 
     job = read_job(file, ()).config if file is not None else None
     findings = check_machine(job)
     if job is None or chosen.name is not None or not runs_here(job):
-        findings += chosen.open(job).check(job, write=write)
+        try:
+            findings += chosen.open(job).check(job, write=write)
+        except UsageError as error:  # as where AWS_PROFILE names none
+            if job is not None or chosen.asked or chosen.name is not None:
+                raise
+            findings.append(Finding("credentials", "info", error.message, error.hint))
     problems = sum(finding.state == "problem" for finding in findings)
     if as_json:
         _console.print_json(findings)

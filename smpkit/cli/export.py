@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import shutil
 from pathlib import Path
 
 import click
@@ -32,6 +34,11 @@ def export(checkpoint: Path, target: Path, layout: str) -> None:
 
     arguments = [str(checkpoint.absolute()), str(target.absolute()), layout]
     what = f"`{checkpoint}` could not be exported"
-    # A large checkpoint takes its time: whoever waits sees the folder grow, and can interrupt.
-    answer = json.loads(ask("smpkit.torch.checkpoints.export", arguments, what, "exporting", None))
+    try:
+        # A large checkpoint takes its time: whoever waits sees the folder grow, and can interrupt.
+        answer = json.loads(ask("smpkit.torch.checkpoints.export", arguments, what, "exporting", None))
+    except BaseException:  # a process that was killed, as for want of memory, leaves what it had written
+        for half in target.absolute().parent.glob(f".{glob.escape(target.name)}.*.export"):
+            shutil.rmtree(half, ignore_errors=True)
+        raise
     _console.note(f"exported {answer['checkpoint']} to {target}")

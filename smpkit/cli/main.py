@@ -7,6 +7,7 @@
 3    a bug in smpkit: the only case with a traceback
 4    the cloud refused or could not be reached
 130  interrupted
+143  ended by SIGTERM (`run`: 1)
 ==== ==========================================================================
 """
 

@@ -120,6 +120,18 @@ def test_streams_that_the_caller_closed_are_not_taken_by_files() -> None:
     assert shell("python -m smpkit schema <&- >&- 2>&-; echo $?") == ("0\n", "")
 
 
+def test_what_the_encoding_of_stdout_lacks_is_escaped() -> None:
+    tick = "import sys, smpkit.__main__ as m; m._open_standard_streams(); print('\\u2713 \\udcff')"
+    assert shell(f'PYTHONIOENCODING=latin-1 python -c "{tick}"') == ("\\u2713 \\udcff\n", "")
+
+
+def test_sigterm_ends_a_command_so_that_it_can_undo_what_it_began(tmp_path: Path) -> None:
+    lines = ["import os, signal", "try: os.kill(os.getpid(), signal.SIGTERM)", "finally: print('undone')"]
+    (tmp_path / "click.py").write_text("\n".join(lines))
+    done = process("schema", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert (done.returncode, done.stdout, done.stderr) == (143, "undone\n", "")
+
+
 def test_ctrl_c_while_the_command_line_loads_is_said_like_any_other(tmp_path: Path) -> None:
     """A `click` that is interrupted while it is imported stands in for the moment."""
     (tmp_path / "click.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")

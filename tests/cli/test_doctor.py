@@ -53,6 +53,27 @@ def test_a_problem_is_what_the_job_needs(
     assert [finding["what"] for finding in found if finding["state"] == "problem"] == expected
 
 
+@pytest.mark.parametrize(("version", "state"), [("2.6.0+cu124", "problem"), ("2.11.0", "ok"), ("3.0a0", "ok")])
+def test_a_torch_that_is_too_old_is_named(
+    version: str, state: str, bare: Callable[[str], str], smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training images of AWS have had older ones, beside which smpkit is installed without its extra."""
+    monkeypatch.setattr(machine, "version_of", lambda name: version if name == "torch" else None)
+    finding = json.loads(smpkit("doctor", bare(LOCAL), "--json").stdout)[1]
+    assert (finding["what"], finding["state"]) == ("torch", state)
+    assert ("is too old: smpkit needs 2.11 or newer" in finding["text"]) == (state == "problem")
+
+
+def test_a_profile_that_is_not_here_hides_nothing_of_the_machine(
+    bare: Callable[[str], str], smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nope")
+    shown = smpkit("doctor", code=0).stdout
+    assert "– no GPU" in shown
+    assert "– cannot use AWS: the config profile (nope) could not be found" in shown
+    assert smpkit("doctor", bare(MANAGED), code=2).stderr.startswith("error: cannot use AWS")
+
+
 def test_everything_a_run_may_meet_is_looked_at(smpkit: Smpkit) -> None:
     found = {finding["what"] for finding in json.loads(smpkit("doctor", "--json").stdout)}
     assert found >= {"torch", "gpus", "mpirun", "docker", "compiler", "credentials"}

@@ -7,6 +7,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.cli.export import export
+from smpkit.errors import SmpkitError
 from smpkit.torch.checkpoints.export import LAYOUTS
 from tests.cli.conftest import Smpkit, process
 
@@ -41,6 +42,23 @@ def test_what_is_wrong_is_one_sentence(checkpoint: Path, tmp_path: Path, smpkit:
     result = smpkit("export", str(checkpoint), str(tmp_path / "out"), code=1)
     assert result.stderr == f"error: {checkpoint / 'model_0_0_0.safetensors'} is missing\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, SmpkitError])
+def test_of_an_export_that_was_ended_nothing_is_left(
+    end: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After SIGKILL its process cannot remove what it has written, nor where Ctrl-C finds it in a long write."""
+
+    def ended(*_: object) -> str:
+        (tmp_path / ".out[1].5f.export" / "step_partial").mkdir(parents=True)
+        raise end("ended")
+
+    monkeypatch.setattr("smpkit.cli._with_torch.ask", ended)
+    assert export.callback is not None
+    with pytest.raises(end):
+        export.callback(tmp_path, tmp_path / "out[1]", "hub")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_knows_every_layout() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def test_the_best_are_shown_with_what_they_take(zoo: Path, smpkit: Smpkit) -> No
     assert any(line.startswith("as it is") for line in lines)
     for word in ("bubble", "communication", "stall", "limited by", "activations", "ruled out", "settings  "):
         assert word in done.stdout
+    # Of 32 samples, each of the job's 4 replicas reads 8.
+    count, size = map(int, re.findall(r"^1 .* (\d+) of (\d+) ", done.stdout, re.MULTILINE)[0])
+    assert f"batch     the script must pass {count * size} samples to a step on each rank, not 8" in lines
+    assert count * size != 8
     assert "--write" in done.stderr
     assert (zoo / "job.yaml").read_text() == JOB
 
@@ -186,6 +191,7 @@ def test_a_model_without_arguments_is_refused(zoo: Path, smpkit: Smpkit) -> None
 def test_what_cannot_fit_says_what_it_lacks(zoo: Path, smpkit: Smpkit) -> None:
     done = tune(smpkit, "--memory-gib", "1.06", "--write", code=1)
     assert "no configuration fits; the nearest, pipeline " in done.stderr
+    assert "1 microbatches" not in done.stderr
     assert " GiB with nothing kept" in done.stderr or "weights, gradients and states alone need" in done.stderr
     assert "hint: use more `--hosts`" in done.stderr
     assert (zoo / "job.yaml").read_text() == JOB

@@ -123,6 +123,14 @@ def test_without_a_cluster_a_dry_run_says_what_it_could_not_know(user: User, mon
     assert "KUBECONFIG names the file" in refused.stderr
 
 
+def test_a_user_without_a_home_folder_has_no_kubeconfig(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 3)
+    with pytest.raises(CloudError, match="no configuration found"):
+        api.connect(None, None)
+
+
 # ---- what a job is -----------------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,14 @@ def sent(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> l
     return ["submit", str(source / "job.yaml")]
 
 
+def test_a_user_without_a_home_folder_is_told_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("SMPKIT_RUNS", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 3)
+    done = run("jobs", "--backend", "slurm", code=2)
+    assert "this user has no home folder\nhint: set SMPKIT_RUNS to a folder" in done.output
+
+
 def test_sources_in_s3_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(*sent(folder, monkeypatch, source_dir="s3://bucket/code.tar.gz"), code=2)
     assert "source_dir: is in S3, which the hosts do not read" in done.output

@@ -133,7 +133,7 @@ def connect(context: str | None, namespace: str | None) -> Api:
     options = client.Configuration()
     options.retries = 0  # who waits or follows tries again, and says so
     doing = "cannot use Kubernetes"
-    file = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    file = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
         contexts, active = config.list_kube_config_contexts(file)
     except config.ConfigException as error:

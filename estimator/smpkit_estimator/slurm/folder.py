@@ -67,7 +67,13 @@ def named_places(job: JobConfig) -> dict[str, Path]:
 
 def runs_folder() -> Path:
     chosen = os.environ.get("SMPKIT_RUNS")
-    return Path(chosen).absolute() if chosen else Path.home() / "smpkit-runs"
+    if chosen:
+        return Path(chosen).absolute()
+    try:
+        return Path.home() / "smpkit-runs"
+    except RuntimeError:  # neither HOME nor a line in /etc/passwd, as of a container's arbitrary user
+        hint = "set SMPKIT_RUNS to a folder that all nodes see"
+        raise UsageError("the folder of runs is unknown: this user has no home folder", hint=hint) from None
 
 
 def find_run(name: str) -> Path:

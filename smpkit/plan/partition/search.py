@@ -16,6 +16,7 @@ from typing import Final
 from smpkit.errors import ConfigError, Problem
 from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.partition.cut import Cost, cut
+from smpkit.units import things
 
 _WHOLE: Final = 10**9
 """Costs are whole numbers, this many for the whole model: sums are exact, so ties are ties on every machine."""
@@ -87,7 +88,7 @@ def _ancestors(name: str) -> list[str]:
 def _shortage(num_units: int, num_partitions: int, num_chunks: int) -> list[Problem]:
     if num_units >= num_partitions * num_chunks:
         return []
-    message = f"the model has {num_units} units, too few for {num_partitions} partitions"
+    message = f"the model has {things(num_units, 'unit')}, too few for {things(num_partitions, 'partition')}"
     if num_units >= num_partitions:
         message += f" of {num_chunks} chunks each"
         return [Problem(("virtual_pipeline_degree",), message, "lower `virtual_pipeline_degree`")]

@@ -218,11 +218,11 @@ def _parts(
     slowest = max(range(len(busy)), key=lambda stage: busy[stage])
     units = plan.assignment.names(slowest)
     waited = 2 * config.microbatches * sum(speed.collective_seconds.get(name, 0.0) for name in units)
-    # Ranks of a host that share cores need together at least this long.
+    # Ranks of a host that share cores need together at least this long: each computes more slowly.
     shared = mesh.size / len(busy) / job.hosts * sum(busy) / machine.parallel_ranks
     return {
-        "compute": busy[slowest] - waited,
-        "bubble": max(timeline.makespan_seconds, shared) - busy[slowest],
+        "compute": busy[slowest] - waited + max(0.0, shared - timeline.makespan_seconds),
+        "bubble": timeline.makespan_seconds - busy[slowest],
         "communication": waited + _exposed_seconds(config, machine, model, plan, mesh, busy),
         "stall": max((forecast.stall_seconds for forecast in plan.forecasts), default=0.0),
         "optimizer": max(_num_updated(memory, job.optimizer) for memory in plan.memory) / machine.updates_per_second,

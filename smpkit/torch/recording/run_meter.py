@@ -1,7 +1,7 @@
 """Sum up a rank's training steps for the block at the end of a run: how many, how long, and where their time went.
 
-The average step is timed by the clock at the start of the first one and at the end of the last. What happens inside is
-taken from the steps that are recorded, which are few (`Sampling`), so that the sum costs next to nothing.
+The average step is timed by the clock at the start of the first one and at the start of the last. What happens inside
+is taken from the steps that are recorded, which are few (`Sampling`), so that the sum costs next to nothing.
 
 A step lasts from the start of its call to the start of the next one that trains: what a script does in between, the
 optimizer above all, is part of it. So the parts of a step add up to the time that it took.
@@ -102,6 +102,8 @@ class RunMeter:
         """Training steps so far."""
         self._begins_ns: list[int] = []
         """Of the first steps, up to the first one after the warm-up."""
+        self._begin_ns = 0
+        """Of the latest step."""
         self._end_ns = 0
         """Of the latest step, or of its optimizer."""
         self._sums: tuple[Counter[str], Counter[str]] = Counter(), Counter()
@@ -120,7 +122,7 @@ class RunMeter:
         self.num_steps += 1
         if self.num_steps <= WARM_UP + 1:
             self._begins_ns.append(start_ns)
-        self._end_ns, self._is_recorded = end_ns, parts is not None
+        self._begin_ns, self._end_ns, self._is_recorded = start_ns, end_ns, parts is not None
         if parts is not None:
             samples, tokens = size
             self._latest().update(steps=1, call=end_ns - start_ns, samples=samples, tokens=tokens, **vars(parts))
@@ -142,8 +144,10 @@ class RunMeter:
         """How long a step takes on average, in seconds; None before the first one has ended."""
         if not self.num_steps:
             return None
-        skipped = WARM_UP if self.num_steps >= 2 * WARM_UP else 0
-        return max(1, self._end_ns - self._begins_ns[skipped]) / (self.num_steps - skipped) * 1e-9
+        if self.num_steps < 2 * WARM_UP:
+            return max(1, self._end_ns - self._begins_ns[0]) / self.num_steps * 1e-9
+        # The last one is left out: of what follows it, such as the loading of a batch, nothing is known yet.
+        return max(1, self._begin_ns - self._begins_ns[WARM_UP]) / (self.num_steps - WARM_UP - 1) * 1e-9
 
     def size(self) -> tuple[float, float]:
         """Return how many samples and tokens this rank takes in a step on average; 0 if unknown.

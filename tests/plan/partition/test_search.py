@@ -129,10 +129,11 @@ def test_a_name_covers_what_is_below_it(names: str, pins: dict[str, int], defaul
     ("num_units", "num_partitions", "num_chunks", "message"),
     [
         (3, 4, 1, "pipeline_parallel_degree: the model has 3 units, too few for 4 partitions"),
-        (0, 1, 1, "pipeline_parallel_degree: the model has 0 units, too few for 1 partitions"),
+        (1, 2, 1, "pipeline_parallel_degree: the model has 1 unit, too few for 2 partitions"),
+        (0, 1, 1, "pipeline_parallel_degree: the model has 0 units, too few for 1 partition\n"),
         (7, 2, 4, "virtual_pipeline_degree: the model has 7 units, too few for 2 partitions of 4 chunks each"),
     ],
-    ids=["few", "none", "few for the chunks"],
+    ids=["few", "one", "none", "few for the chunks"],
 )
 def test_what_cannot_be_cut_is_refused(num_units: int, num_partitions: int, num_chunks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

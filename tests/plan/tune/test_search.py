@@ -130,7 +130,7 @@ def test_only_a_backward_in_halves_costs_the_host_more_for_each_product_with_a_w
     assert split.step_seconds - plain.step_seconds == pytest.approx(more, rel=0.05)
 
 
-def test_ranks_that_share_cores_wait_for_each_other() -> None:
+def test_ranks_that_share_cores_compute_more_slowly() -> None:
     """Four stages on two cores: the host computes as much as with two ranks, whatever the schedule is."""
     two = replace(job(), machine=replace(MACHINE, parallel_ranks=2.0))
     shared = a_prediction(two, pipeline_parallel_degree=4, microbatches=32)
@@ -138,6 +138,7 @@ def test_ranks_that_share_cores_wait_for_each_other() -> None:
     work = 3 * 13e12 * 32 / 10e12
     assert shared.parts["compute"] + shared.parts["bubble"] == pytest.approx(work / 2, rel=0.01)
     assert alone.parts["compute"] + alone.parts["bubble"] < work / 2
+    assert shared.parts["bubble"] == alone.parts["bubble"]
 
 
 def test_operators_and_what_they_move_cost_time_beside_products() -> None:

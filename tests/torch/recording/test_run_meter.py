@@ -49,7 +49,7 @@ def steps(meter: RunMeter, count: int, *, recorded: int = 1) -> None:
         meter.add_optimizer(start + 75 * MS, start + 95 * MS)
 
 
-@pytest.mark.parametrize(("recorded", "count"), [(1, 41), (10, 41), (50, 1001)])
+@pytest.mark.parametrize(("recorded", "count"), [(1, 4), (1, 41), (10, 41), (50, 1001)])
 def test_the_split_of_the_average_step_adds_up_to_it(recorded: int, count: int) -> None:
     meter = RunMeter()
     steps(meter, count, recorded=recorded)
@@ -103,14 +103,13 @@ def test_the_split_of_real_steps_is_what_they_slept_and_adds_up_to_the_clock_wit
     model = wrap(worker(sleep), microbatches=2)
     optimizer = smp.DistributedOptimizer(SlowOptimizer(model.parameters(), lr=0.1))
     began = []
-    for _ in range(8):
+    for _ in range(9):
         began.append(time.perf_counter_ns())
         train_step(model, torch.ones(6, WIDTH))
         optimizer.step()
         time.sleep(0.01)
-    meter, ended = recording().meter, time.perf_counter_ns()
-    meter.add_optimizer(ended, ended)
-    split, clock = meter.split(), (ended - began[2]) / 6e9
+    meter = recording().meter
+    split, clock = meter.split(), (began[8] - began[2]) / 6e9
     assert split.total == pytest.approx(clock, rel=0.02)
     assert split.compute >= 2 * 3 * SLEEP
     assert split.optimizer >= 0.015
