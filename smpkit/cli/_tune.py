@@ -278,7 +278,7 @@ def _details(best: Prediction, job: Job, parameters: Mapping[str, Any]) -> Itera
     ]
     yield from fold("settings  ", settings or ["as they are"], width())
     # Other degrees divide the same samples over other replicas, and it is the script that reads them.
-    passes = given.get("microbatches", 1) * job.models[1].samples
+    passes = parameters.get("microbatches", 1) * job.models[1].samples
     if (needed := best.config.microbatches * best.samples_per_microbatch) != passes:
         yield f"batch     the script must pass {things(needed, 'sample')} to a step on each rank, not {passes}"
 

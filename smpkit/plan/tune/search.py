@@ -110,7 +110,7 @@ class _Seen:
     """What a search has looked at so far, each configuration once."""
 
     job: Job
-    given: Mapping[str, Any]
+    fixed: Mapping[str, Any]
     refused: dict[str, str] = field(default_factory=dict)
     """Why, by the text of parameters that the schema does not accept."""
     outcomes: dict[str, tuple[ModelParallelConfig, Prediction | RuledOut]] = field(default_factory=dict)
@@ -118,11 +118,11 @@ class _Seen:
 
     def accepted(self, values: Mapping[str, Any]) -> ModelParallelConfig | None:
         """Return the configuration of these parameters, if the schema has one and the ranks can be divided so."""
-        merged = {**{key: value for key, value in self.given.items() if key not in _DEPENDENT}, **values}
+        merged = {**{key: value for key, value in self.fixed.items() if key not in _DEPENDENT}, **values}
         if self.job.ranks > merged.get("pipeline_parallel_degree", 1):
             merged["ddp"] = True
         for key, default in _DEFAULTS.items():
-            if merged.get(key) == default and key not in self.given:
+            if merged.get(key) == default and key not in self.fixed:
                 merged.pop(key, None)
         try:
             config, _ = ModelParallelConfig.from_sources(merged, None)
@@ -148,7 +148,7 @@ class _Seen:
     def present(self) -> Prediction | RuledOut | None:
         """Predict what the job says as it is; None: that does not fit its ranks, or no model was described for it."""
         with suppress(ConfigError):
-            config, _ = ModelParallelConfig.from_sources(dict(self.given), None)
+            config, _ = ModelParallelConfig.from_sources(dict(self.fixed), None)
             if config.tensor_parallel_degree in self.job.models:
                 return self.outcome(config)
         return None
@@ -169,7 +169,7 @@ class _Seen:
 
         def changes(prediction: Prediction) -> int:
             values = prediction.config.given()
-            return sum(values.get(key) != self.given.get(key) for key in {*values, *self.given})
+            return sum(values.get(key) != self.fixed.get(key) for key in {*values, *self.fixed})
 
         def order(prediction: Prediction) -> tuple[int, int, float]:
             return round(prediction.step_seconds / unit), changes(prediction), prediction.step_seconds
@@ -237,7 +237,7 @@ def _candidates(seen: _Seen) -> Iterator[ModelParallelConfig]:
         replicas, rest = divmod(job.ranks, degree * stages)
         if rest or stages > num_units:
             continue
-        readers = replicas if seen.given.get("prescaled_batch") else replicas * degree
+        readers = replicas if seen.fixed.get("prescaled_batch") else replicas * degree
         possible = [rounds for rounds in _divisors(job.samples // readers) if rounds <= _MOST_MICROBATCHES]
         for shared in _shared(job, replicas, degree):
             values = {**shared, "pipeline_parallel_degree": stages, "tensor_parallel_degree": degree}
