@@ -30,6 +30,7 @@ from botocore.exceptions import (
 from botocore.loaders import Loader
 from botocore.model import ServiceModel, Shape
 from botocore.parsers import ResponseParserError
+from s3transfer.exceptions import RetriesExceededError
 
 import smpkit
 from smpkit.errors import CloudError, ConfigError, Problem, SmpkitError, UnreachableError, UsageError
@@ -37,7 +38,7 @@ from smpkit.units import amount
 from smpkit_estimator.backend import Finding
 from smpkit_estimator.sources import SMALLER, Packed, pack
 
-CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
+CloudProblem = (ClientError, BotoCoreError, ResponseParserError, RetriesExceededError)
 """What boto3 raises."""
 
 _MAX_OBJECT_BYTES = 5 * 2**30
@@ -205,7 +206,10 @@ class Cloud:
     def read(self, uri: str) -> bytes:
         """Return the content of a (small) object."""
         bucket, key = split_uri(uri)
-        content: bytes = self.ask("s3", "get_object", f"cannot read {uri}", Bucket=bucket, Key=key)["Body"].read()
+        try:  # the body comes after the answer
+            content: bytes = self.call("s3", "get_object", Bucket=bucket, Key=key)["Body"].read()
+        except CloudProblem as error:
+            raise explained(error, f"cannot read {uri}", "s3") from None
         return content
 
     def fetch(self, uri: str, into: BinaryIO) -> None:
@@ -274,14 +278,14 @@ def is_in_doubt(error: BaseException) -> bool:
     """Tell whether the call may have taken effect despite the error: no answer came, or an internal error (5xx)."""
     if isinstance(error, ClientError):
         return bool(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500)
-    return isinstance(error, (ConnectionError, HTTPClientError, ResponseParserError))
+    return isinstance(error, (ConnectionError, HTTPClientError, ResponseParserError, RetriesExceededError))
 
 
 def explained(error: BaseException, doing: str, service: str) -> SmpkitError:
     """Return the error to raise in place of one of boto3's; it begins with `doing`, such as `cannot start the job`."""
     if isinstance(error, ClientError):
         return _refusal(error, doing, service)
-    text = " ".join(str(error).split()).rstrip(".")
+    text = " ".join(str(getattr(error, "last_exception", error)).split()).rstrip(".")
     if not text[1:2].isupper():  # `STS ...` stays
         text = text[:1].lower() + text[1:]
     for kinds, ours, hint in _BEFORE_THE_CALL:

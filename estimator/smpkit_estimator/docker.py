@@ -233,7 +233,13 @@ class Containers:
             now = time.monotonic()
             rehearses = interrupt_after is not None and now >= (self._spoke_at or now) + interrupt_after
             if signal_name != "KILL" and (len(received) > 1 or now >= deadline):
-                signal_name, again, deadline = "KILL", now, float("inf")
+                signal_name, again, deadline = "KILL", now, now + _COMMAND_SECONDS
+            elif signal_name == "KILL" and now >= deadline:
+                for process in (*processes, *filter(None, [request])):
+                    process.kill()
+                    process.wait()
+                message = f"the Docker engine did not end the containers within {_COMMAND_SECONDS:g} s of SIGKILL"
+                raise LaunchError(message, hint="`docker ps` shows whether it answers")
             elif not signal_name and (received or rehearses):
                 self._interrupted = not received
                 signal_name, again, deadline = "TERM", now, now + _STOP_SECONDS
@@ -243,7 +249,8 @@ class Containers:
                 again = now + _AGAIN_SECONDS
                 command = ["docker", "kill", f"--signal={signal_name}", *self._containers]
                 request = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if request is not None:
+        if request is not None:  # nothing is left that it could end
+            request.kill()
             request.wait()
 
     @property
@@ -259,7 +266,7 @@ class Containers:
         if os.getuid() == 0:
             return
         folders = {self._folder, *self.places.values()}
-        mounts = [word for path in folders for word in ("--mount", f"type=bind,source={path},target=/mnt{path}")]
+        mounts = [word for path in folders for word in ("--mount", _mount(path, f"/mnt{path}", read_only=False))]
         places = [f"/mnt{path}" for path in folders]
         owner = f"{os.getuid()}:{os.getgid()}"
         _quietly("run", "--rm", *mounts, "--entrypoint", "chown", self._image, "-R", owner, *places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -64,14 +65,16 @@ class Patience:
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer | None:
         """Return an answer, or None after a pause in which there was none; give up when there is none for too long."""
+        began = time.monotonic()
         try:
             answer = call()
         except UnreachableError as error:
             if self._lost_for >= _UNREACHABLE_SECONDS:
                 raise
             self._error = error if not self._lost_for else None
+            waited = time.monotonic() - began  # of the call, which has tried more than once
             self._backend.clock.sleep(self._backend.pace)
-            self._lost_for += self._backend.pace
+            self._lost_for += waited + self._backend.pace
             return None
         self._lost_for = 0.0
         return answer

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _STARTING_SECONDS: Final = 240
 """How long ranks may take beside the measurement."""
+_ENDING_SECONDS: Final = 40
+"""For torchrun to end them; it gives them 30."""
 
 
 @click.command()
@@ -68,15 +71,23 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
     variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     deadline = seconds + _STARTING_SECONDS
     torchrun = [*module_command("torch.distributed.run"), "--nproc-per-node", str(ranks), "--no-python"]
-    try:
-        with meeting_port(topology) as port:
-            command = [*torchrun, "--master-addr", topology.master, "--master-port", str(port), *program]
-            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=deadline, check=False)
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
-    _console.detail(done.stderr.rstrip())
-    if done.returncode or not path.is_file():
-        errors = [line for line in done.stderr.splitlines() if "Error" in line and "torch/distributed" not in line]
+    with meeting_port(topology) as port:
+        command = [*torchrun, "--master-addr", topology.master, "--master-port", str(port), *program]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True) as started:
+            try:
+                _, said = started.communicate(timeout=deadline)
+            except BaseException as error:
+                started.terminate()  # torchrun then ends the ranks, which would outlive it
+                with suppress(subprocess.TimeoutExpired):
+                    started.communicate(timeout=_ENDING_SECONDS)
+                started.kill()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
+    _console.detail(said.rstrip())
+    if started.returncode or not path.is_file():
+        errors = [line for line in said.splitlines() if "Error" in line and "torch/distributed" not in line]
         last = errors[-1].strip() if errors else "they said nothing"
         raise SmpkitError(f"the ranks that measure failed: {last}", hint="`smpkit -v calibrate` shows all they said")
 

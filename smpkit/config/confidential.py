@@ -26,14 +26,17 @@ _KNOWN = re.compile(
     r"|github_pat_[A-Za-z0-9_]{40,}|glpat-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|sk-[A-Za-z0-9_-]{20,}"
     r"|AIza[A-Za-z0-9_-]{35}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*)(?![A-Za-z0-9])"
     r"|(?<=://hooks\.slack\.com/services/)[A-Za-z0-9/]+"
-    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)|-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
+    r"|(?<=://)(?:[^\s/:@]*:[^\s/]+|[\w.~-]{20,})(?=@(?!sha256:))"
+    r"|-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
 )
-"""Forms of keys: AWS, Hugging Face, GitHub, GitLab, Slack, OpenAI, Google, JWT, `user:password@`, private keys."""
+"""Forms of keys: AWS, Hugging Face, GitHub, GitLab, Slack, OpenAI, Google, JWT, `user:password@` and `token@` in URLs,
+private keys."""
 
 _HARMLESS_VALUE = re.compile(r"\s*|true|false|none|null|auto|default|[-+.\d]+|<.*>|\[.*\]|(?:/|\./|s3://|~/).*", re.I)
 # Names are short and have a beginning, or a search in a long word would take hours.
 _SETTING = re.compile(
-    r"""(?<!\w)(?P<name>[A-Za-z_][\w.-]{0,255})["']?\s*[:=]\s*(?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|[^\s,{}\[\]"'#]+)"""
+    r"""(?<!\w)(?P<name>[A-Za-z_][\w.-]{0,255})["']?\s*[:=]\s*"""
+    r"""(?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|(?:(?:Bearer|Basic|Token) +)?[^\s,{}\[\]"'#]+)"""
 )
 _OPTION = re.compile(r"""(?<!\S)--(?P<name>[A-Za-z][\w.-]{0,255})\s+(?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|[^\s"'-]\S*)""")
 

@@ -23,6 +23,7 @@ from smpkit.drop_in import installed_one, sources, with_drop_in
 from smpkit.errors import UsageError
 
 _V1: Final = "smdistributed.modelparallel"
+_IMPORT_SECONDS: Final = 600
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,13 @@ def _failing(uses: Sequence[Finding]) -> Iterator[Finding]:
     environ = dict(os.environ) if installed_one() else with_drop_in(os.environ)
     names = list(dict.fromkeys(use.name for use in uses))
     command = [sys.executable, "-m", "smpkit.drop_in.check"]
-    done = subprocess.run(command, input=json.dumps(names), env=environ, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(names), env=environ, capture_output=True, text=True, check=False,
+            timeout=_IMPORT_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"the imports cannot be tried: they did not end within {_IMPORT_SECONDS} s") from None
     if done.returncode:
         raise UsageError(f"the imports cannot be tried: {done.stderr.strip().splitlines()[-1]}")
     failures = dict(zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True))

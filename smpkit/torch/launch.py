@@ -22,10 +22,10 @@ from typing import Any, Final, TypeVar
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
 from smpkit.errors import JobError, UsageError
 from smpkit.torch.distributed.init import end_work
+from smpkit.torch.distributed.rendezvous import local_store
 
 _Result = TypeVar("_Result")
 
@@ -117,7 +117,7 @@ def run_processes(
             they take none, so `environ` is all there is; and such ranks may start processes of their own.
         error: what is raised for ranks that fail.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local_store()
     ranks: list[tuple[Any, Connection]] = []
     try:
         for rank in range(size):

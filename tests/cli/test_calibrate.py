@@ -8,6 +8,7 @@ from smpkit.cli import calibrate
 from smpkit.plan.tune.calibration import read_calibration, this_machine
 from smpkit.torch.calibrate import main
 from tests.cli.conftest import Smpkit
+from tests.deadlines import until
 from tests.ranks import run_ranks
 
 
@@ -42,6 +43,21 @@ def test_a_single_rank_has_nobody_to_send_to(folder: Path, smpkit: Smpkit, monke
     assert "float32 matmul" in done.stdout
     assert "all_reduce" not in done.stdout
     assert "Wrote one.json" in done.stderr
+
+
+def test_ranks_that_are_late_do_not_outlive_the_command(
+    folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have sessions of their own, and went on where torchrun alone was killed."""
+    torchrun, pid = folder / "torchrun", folder / "pid"
+    torchrun.write_text(f"#!/bin/sh\nsetsid sleep 300 & echo $! >{pid}; trap 'kill $!; exit 1' TERM; wait\n")
+    torchrun.chmod(0o755)
+    monkeypatch.setattr("smpkit.modules.module_command", lambda _: [str(torchrun)])
+    monkeypatch.setattr(calibrate, "_STARTING_SECONDS", 2)
+    done = smpkit("calibrate", "--ranks", "2", "--seconds", "1", code=1)
+    assert "error: the 2 ranks that measure were not done within 3 s" in done.stderr
+    rank = Path("/proc", pid.read_text().strip())
+    until(lambda: not rank.exists() or "(zombie)" in (rank / "status").read_text(), "the end of the rank")
 
 
 def test_ranks_that_fail_are_one_sentence(folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,11 @@ def try_imports(names: list[str]) -> list[tuple[str, str] | None]:
     return list(map(check._failure_of, names))
 
 
+def test_an_import_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_IMPORT_SECONDS", 0.01)
+    assert "the imports cannot be tried: they did not end within 0.01 s" in run_check("train.py").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -28,6 +28,7 @@ AZURE_STORAGE_KEY DD_APP_KEY TOKEN1 MY_TOKEN_2 SSH_KEY
         *((name, "abc123") for name in SECRET_NAMES.split()),
         *(("note", value) for value in (HF, AWS, f"key={AWS}", "https://me:pw@host/x", "ghp_" + "a" * 36)),
         ("note", "https://hooks.slack.com/services/T0/B0/abc"),
+        *(("note", f"{place}@host/x") for place in ("redis://:pw", "https://" + "a1" * 16, "mysql://me:p@w")),
     ],
 )  # fmt: skip
 def test_secrets_are_known_by_name_or_by_form(name: str, value: str) -> None:
@@ -42,6 +43,7 @@ def test_secrets_are_known_by_name_or_by_form(name: str, value: str) -> None:
         *(("sort_key", "length"), ("keyboard", "x"), ("eostoken", "e"), ("mask_token_2", "m"), ("subtoken", "mean")),
         *(("TOKEN", ""), ("HF_TOKEN", None), ("secret_file", "/x"), ("token", "/opt/token"), ("AKIA", "x")),
         *(("second_pass", "fast"), ("partition_key", "a"), ("url", "https://host:8080/a@b")),
+        *(("url", "ssh://git@host/x"), ("image", "docker://pytorch:2.11-cuda13.0-runtime@sha256:0a")),
     ],
 )
 def test_what_only_resembles_one_is_none(name: str, value: object) -> None:
@@ -70,6 +72,8 @@ def test_the_inner_parts_are_masked() -> None:
             "train.py -- --hub_token ** --push --token ***** -x c",
         ),
         ("train.py --token --push_to_hub", "train.py --token --push_to_hub"),
+        ("Authorization: Bearer abcd, x", "Authorization: ***********, x"),
+        ("-H 'X-Auth-Token: ab' a: Basic HF_TOKEN=abcd", "-H 'X-Auth-Token: **' a: Basic HF_TOKEN=****"),
     ],
 )
 def test_lines_of_a_file_are_shown_without_them(line: str, shown: str) -> None:

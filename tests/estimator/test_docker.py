@@ -78,11 +78,18 @@ def test_values_of_variables_are_in_no_command_line_and_no_file(
     assert command[-5:] == ["image", "train", "--", "--epochs", "2"]
 
 
-def test_a_path_cannot_add_to_a_mount(tmp_path: Path) -> None:
+def test_a_path_cannot_add_to_a_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor to those of the container that gives files back: a folder `x,source=/etc` would have given away /etc."""
     folder = tmp_path / 'a,readonly"b'
     folder.mkdir()
-    mounts = [word for word in containers(folder, 1).command("algo-1") if "target=/opt/ml/code" in word]
-    assert mounts == [f'type=bind,"source={str(folder).replace(chr(34), chr(34) * 2)}",target=/opt/ml/code,readonly']
+    shown, run = str(folder).replace('"', '""'), containers(folder, 1)
+    mounts = [word for word in run.command("algo-1") if "target=/opt/ml/code" in word]
+    assert mounts == [f'type=bind,"source={shown}",target=/opt/ml/code,readonly']
+    words: list[str] = []
+    monkeypatch.setattr("smpkit_estimator.docker._quietly", lambda *command: words.extend(command))
+    monkeypatch.setattr("os.getuid", lambda: 1000)
+    run._give_back()
+    assert f'type=bind,"source={shown}/run","target=/mnt{shown}/run"' in words
 
 
 def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +118,15 @@ esac"""
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (done.exit_code, done.stopped) == (0, True)
+
+
+def test_an_engine_that_ends_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C, twice, `smpkit run --docker` waited without end for an engine that was frozen."""
+    does = "case $1 in run) kill -INT $PPID; sleep 0.3; kill -INT $PPID; exec sleep 30;; kill) exec sleep 30;; esac"
+    run = with_engine(tmp_path, monkeypatch, does)
+    monkeypatch.setattr("smpkit_estimator.docker._COMMAND_SECONDS", 0.5)
+    with pytest.raises(LaunchError, match=r"the Docker engine did not end the containers within 0\.5 s of SIGKILL"):
+        run.run()
 
 
 def test_the_wheel_is_what_runs_here(tmp_path: Path) -> None:

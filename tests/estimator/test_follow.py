@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
-from smpkit.errors import CloudError, DeadlineError
+from smpkit.errors import CloudError, DeadlineError, UnreachableError
 from smpkit_estimator.aws import Cloud
 from smpkit_estimator.backend import LogLine
-from smpkit_estimator.follow import Notice
+from smpkit_estimator.follow import Notice, Patience
 from smpkit_estimator.job import Job
 from tests.aws import Aws, Line, Script
 from tests.estimator.conftest import MakeEstimator
@@ -218,6 +220,21 @@ def test_a_limit_of_waiting_holds_without_a_network(play: Play, aws: Aws) -> Non
     aws.fail("DescribeTrainingJob", EndpointConnectionError(endpoint_url="https://x"), times=10**6)
     with pytest.raises(DeadlineError, match="which is out of reach"):
         job.wait(timeout=60)
+
+
+def test_what_the_calls_themselves_wait_counts(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of AWS without an answer takes two minutes, so that five minutes lasted two hours."""
+    seconds = itertools.count(step=60)  # that each call takes
+    monkeypatch.setattr("smpkit_estimator.follow.time.monotonic", lambda: next(seconds))
+    backend: Any = SimpleNamespace(clock=aws.clock, pace=5.0)
+    patience = Patience(backend)
+
+    def unreachable() -> None:
+        raise UnreachableError("no answer")
+
+    assert [patience.ask(unreachable) for _ in range(5)] == [None] * 5
+    with pytest.raises(UnreachableError):
+        patience.ask(unreachable)
 
 
 def test_waiting_outlasts_a_network_that_fails_for_less_than_five_minutes(play: Play, aws: Aws) -> None:

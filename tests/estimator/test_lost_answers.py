@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -75,6 +79,41 @@ def test_a_job_that_was_refused_leaves_no_secret_behind(make: MakeEstimator, aws
     with pytest.raises(CloudError, match="not allowed"):
         make(instance_count=2).fit(wait=False, job_name="job")
     assert not [uri for uri in aws.objects() if "token" in uri]
+
+
+class BreaksOff(BaseHTTPRequestHandler):
+    """A service that ends the connection in the middle of an object."""
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        if self.command == "GET":
+            self.wfile.write(b"abc")
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        for name, value in (("Content-Length", "100"), ("ETag", '"a"')):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def breaks_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[aws_module.Cloud]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BreaksOff) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        for name, value in {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "REGION": "us-east-1"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        yield aws_module.Cloud(aws_module.open_session())
+        server.shutdown()
+
+
+def test_an_object_that_breaks_off_is_no_bug_of_smpkit(breaks_off: aws_module.Cloud) -> None:
+    """The body of an answer was read where nothing caught its errors, nor those of a download that is tried in vain."""
+    for read in (breaks_off.read, lambda uri: breaks_off.fetch(uri, io.BytesIO())):
+        with pytest.raises(UnreachableError, match=r"^cannot read s3://b/k: .*\b3 (bytes )?read, "):
+            read("s3://b/k")
 
 
 def test_a_timeout_that_stays_is_told(make: MakeEstimator, aws: Aws) -> None:

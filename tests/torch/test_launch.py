@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -37,6 +38,17 @@ def test_every_rank_returns_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first[3] == "as it is now"
     [(_, _, _, given)] = smp.launch(sums, 3, ranks=1, factor=2, env={"MINE": "another"})
     assert given == "another"
+
+
+def reaches_the_store(address: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, int(os.environ["MASTER_PORT"]))) == 0
+
+
+def test_ranks_meet_at_the_loopback_address_alone() -> None:
+    """Anybody on the network could read and write their store. All of 127.0.0.0/8 leads to `lo`."""
+    assert smp.launch(reaches_the_store, "127.0.0.1", ranks=1) == [True]
+    assert smp.launch(reaches_the_store, "127.0.0.2", ranks=1) == [False]
 
 
 def test_what_is_defined_in_a_function_is_sent() -> None:

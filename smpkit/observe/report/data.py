@@ -251,7 +251,8 @@ def _events(folder: Path, missing: dict[str, str]) -> Run | None:
 
 def _summary(folder: Path, missing: dict[str, str]) -> RunSummary | None:
     try:
-        return read_summary(folder)
+        summary = read_summary(folder)
+        return replace(summary, exit_reason=hide_in_line(summary.exit_reason))
     except SummaryError as error:
         is_there = (folder / runs.SUMMARY).exists()
         absent = "The run wrote no summary: it does at its end where `smpkit run` started it."

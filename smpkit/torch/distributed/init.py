@@ -343,7 +343,7 @@ def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
 def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None:
     """Initialise torch.distributed."""
     # Without `device_id`: a group bound to a device makes every later group a split, in which all ranks must take part.
-    backends.prepare(backend, world.launch.launcher)
+    backends.prepare(backend, world.launch.launcher, single_host=world.launch.single_host)
     with loopback(single_host=world.launch.single_host):
         dist.init_process_group(
             backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout

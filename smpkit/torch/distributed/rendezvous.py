@@ -9,7 +9,6 @@ store is unpickled, and every rank checks that the store it has found is its own
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import socket
 from collections.abc import Sequence
@@ -94,29 +93,29 @@ def _has(store: Store, key: str) -> bool:
         return False
 
 
+def local_store(port: int = 0, world_size: int | None = None, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """Serve a store at the loopback address alone; torch's own would listen on every address of the host."""
+    with socket.create_server((_LOOPBACK, port), backlog=socket.SOMAXCONN) as listener:
+        store = TCPStore(
+            _LOOPBACK,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store's from now on
+    return store
+
+
 def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout: timedelta) -> TCPStore:
     """Serve or find the store at `address:port`."""
     try:
-        # Torch's own store listens on every address of the host.
-        is_local = serve and address == _LOOPBACK
-        listener = socket.create_server((_LOOPBACK, port), backlog=socket.SOMAXCONN) if is_local else None
-        with contextlib.ExitStack() as undo:
-            if listener is not None:
-                undo.callback(listener.close)
-                port = listener.getsockname()[1]
-            # Without `wait_for_workers` the server does not block here: `gather` waits, and can name who is missing.
-            store = TCPStore(
-                address,
-                port,
-                launch.world_size,
-                serve,
-                timeout,
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.fileno(),
-            )
-            if listener is not None:
-                listener.detach()  # the store's from now on
-        return store
+        if serve and address == _LOOPBACK:
+            return local_store(port, launch.world_size, timeout)
+        # Without `wait_for_workers` the server does not block here: `gather` waits, and can name who is missing.
+        return TCPStore(address, port, launch.world_size, serve, timeout, wait_for_workers=False)
     except (dist.DistError, OSError) as error:
         where = f"{address}:{port}"
         if serve:

@@ -6,6 +6,7 @@ at different places; all get the same answer at the same step, so they may save 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -56,11 +57,17 @@ class _SigtermHandler:
 
     def reset(self) -> None:
         """Restore the handler before (on `smp.shutdown()`)."""
+        # A repeated signal must not kill a script that is stopping because of the first.
+        self._restore(signal.SIG_IGN if self.requested else self._previous)
+
+    def leave(self) -> None:
+        """Restore it in a forked process: `with multiprocessing.Pool()` ends its workers by SIGTERM, and waits."""
+        self._restore(self._previous)
+
+    def _restore(self, handler: Callable[[int, FrameType | None], object] | int | None) -> None:
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            before = self._previous if self._previous is not None else signal.SIG_DFL
-            # A repeated signal must not kill a script that is stopping because of the first.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.requested else before)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
         self.requested, self._previous = False, None
 
     def _on_sigterm(self, *_: object) -> None:
@@ -69,3 +76,4 @@ class _SigtermHandler:
 
 _sigterm_handler = _SigtermHandler()
 state.reset_hooks.append(_sigterm_handler.reset)
+os.register_at_fork(after_in_child=_sigterm_handler.leave)

@@ -131,9 +131,14 @@ def test_a_run_whose_ranks_told_nothing_at_their_end_shows_its_events_and_how_it
 def test_the_last_lines_of_the_rank_that_failed_are_shown_without_secrets(tmp_path: Path) -> None:
     run = write_run(tmp_path, "20260102-030405", failed=True)
     (run.path / "logs" / "rank-1.log").write_text("Traceback (most recent call last):\nAPI_TOKEN=hunter2secret\n")
-    [log] = content_of(run).logs
+    reason = "failed: OperationalError: cannot reach postgres://me:hunter2secret@db, rank 1"
+    write_summary(run.path, RunSummary("odd", 1.7e9, 12.0, 0, reason))
+    content = content_of(run)
+    [log] = content.logs
     assert log.name == "rank-1"
     assert "hunter2secret" not in log.lines[1]
+    assert content.summary is not None
+    assert content.summary.exit_reason.startswith("failed: OperationalError: cannot reach postgres://**")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import FrameType
 
@@ -59,6 +63,32 @@ def test_shutdown_gives_the_signal_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def sleep(began: Event) -> None:
+    began.set()
+    time.sleep(60)
+
+
+def test_processes_that_the_script_forks_end_at_the_signal() -> None:
+    """`with multiprocessing.Pool()`, as in `datasets.map(num_proc=...)`, waited for ended workers without end."""
+    smp.init()
+    assert not stop_requested()
+    context = multiprocessing.get_context("fork")
+    began = context.Event()
+    child = context.Process(target=sleep, args=(began,), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, to fork where there are threads
+        child.start()
+    try:
+        assert began.wait(20)
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "this process still notes it"
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_another_thread_cannot_be_the_first_to_ask() -> None:

@@ -202,19 +202,21 @@ def test_torch_leaves_the_last_word_to_the_watcher(
     launcher: str, set_before: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    for name in (*names, "NCCL_MULTI_RANK_GPU_ENABLE", backends.FLIGHT_RECORD):
+    for name in (*names, "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_SOCKET_IFNAME", backends.FLIGHT_RECORD):
         monkeypatch.setenv(name, "")  # or nothing would undo what is set below
         monkeypatch.delenv(name)
     for name, value in set_before.items():
         monkeypatch.setenv(name, value)
-    backends.prepare("cpu:gloo,cuda:nccl", launcher)
+    backends.prepare("cpu:gloo,cuda:nccl", launcher, single_host=False)
     assert os.environ.get(names[0]) == expected
     assert os.environ[names[2]] == "1"
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
     assert backends.FLIGHT_RECORD not in os.environ
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("SMPKIT_SHARED_GPU_NCCL", "1")
     monkeypatch.setenv("SMPKIT_RUN_DIR", "/runs/7")
-    backends.prepare("cpu:gloo,cuda:nccl", launcher)
+    backends.prepare("cpu:gloo,cuda:nccl", launcher, single_host=True)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert os.environ[backends.FLIGHT_RECORD] == "/runs/7/nccl_trace_rank_"
 

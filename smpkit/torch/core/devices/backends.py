@@ -130,7 +130,7 @@ def refuse_one_queue(device: torch.device, environ: Mapping[str, str] = os.envir
         )
 
 
-def prepare(backend: str, launcher: str) -> None:
+def prepare(backend: str, launcher: str, *, single_host: bool) -> None:
     """Set the variables that nccl and torch's watchdog read when groups are made, unless the user has set them.
 
     `backend` is torch's name for the backends of the default group.
@@ -153,3 +153,5 @@ def prepare(backend: str, launcher: str) -> None:
         os.environ.setdefault(FLIGHT_RECORD, f"{run}/nccl_trace_rank_")
     if os.environ.get(SHARED_GPU_NCCL) == "1":
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    if single_host:  # as smpkit's own launcher does: nccl would listen at an address that other hosts reach
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
