@@ -92,7 +92,7 @@ class _Named:
     """
 
     name: str
-    style: str
+    style: Any
     owner: Any
     target: Any
     readers: Sequence[nn.Module] = ()
@@ -156,7 +156,7 @@ def has_tp_plan(module: nn.Module) -> bool:
     return bool(_plan_of(module)) and hasattr(module, "config")
 
 
-def _plan_of(module: nn.Module) -> Mapping[str, str]:
+def _plan_of(module: nn.Module) -> Mapping[str, Any]:
     plan = inspect.getattr_static(module, "_tp_plan", None)  # PEFT's wrappers pass on what their model has
     return plan if isinstance(plan, Mapping) else {}
 
@@ -228,8 +228,10 @@ def _refuse_unknown_styles(root: nn.Module, named: list[_Named]) -> None:
         is_known = part.style in (*_DIVISIONS, *_EXPERTS, *_WHOLE, *_OTHER)
         is_elsewhere = part.style == "embedding_rowwise" and _stack_of(root, part.name) is not None
         if (not is_known or is_elsewhere) and part.why_excepted is None:
+            # The plan of diffusers' Flux has objects among its styles.
+            style = part.style if isinstance(part.style, str) else type(part.style).__name__
             raise UnsupportedError(
-                f"the plan of {type(root).__name__} divides `{_pattern(part.name)}` by the style `{part.style}`, which"
+                f"the plan of {type(root).__name__} divides `{_pattern(part.name)}` by the style `{style}`, which"
                 " smpkit does not know there",
                 hint="except the model, or this part, with smp.set_tensor_parallelism(module, enabled=False)",
             )

@@ -425,6 +425,9 @@ def _install(root: nn.Module, replaced: list[_Replaced]) -> nn.Module:
         for name, child in list(parent._modules.items()):
             if child in new:
                 parent.add_module(name, new[child])
+        for held in vars(parent).values():
+            if isinstance(held, list):  # beside its children: Mask2Former's forward goes through one
+                held[:] = [new.get(each, each) if isinstance(each, nn.Module) else each for each in held]
     return new.get(root, root)
 
 

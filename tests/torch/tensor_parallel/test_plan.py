@@ -135,9 +135,10 @@ def test_what_the_plan_cannot_divide_is_refused() -> None:
         (PARTLY_DIVIDED["Llama of three heads"], "model.layers.0.self_attn.q_proj"),
     ):
         refused(case.build(), f"`{name}` is not in a block that tensor parallelism divides", optimize="memory")
-    unknown = fresh()
-    unknown._tp_plan = {**unknown._tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
-    refused(unknown, r"divides `model\.layers\.\*\.mlp\.up_proj` by the style `diagonal`", optimize="speed")
+    for style, name in (("diagonal", "diagonal"), (object(), "object")):  # diffusers' plans have objects, too
+        unknown = fresh()
+        unknown._tp_plan = {**unknown._tp_plan, "model.layers.*.mlp.up_proj": style}
+        refused(unknown, rf"divides `model\.layers\.\*\.mlp\.up_proj` by the style `{name}`", optimize="speed")
     smp.shutdown()
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": "speed"})
     for layer in unknown.model.layers:

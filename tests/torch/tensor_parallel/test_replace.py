@@ -128,6 +128,24 @@ def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None
     assert "no distributed module has an argument `no_such_argument`: it has no effect" in text
 
 
+class Listed(nn.Module):
+    """Goes through a list beside its children, as the heads of MaskFormer, Mask2Former and OneFormer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)]
+        for number, layer in enumerate(self.layers):
+            self.add_module(str(number), layer)
+
+
+@on_ranks(2)
+def test_lists_of_children_have_what_replaced_them() -> None:
+    start()
+    model = distribute(marked(Listed()))
+    assert model.layers == [*model.children()]
+    assert [type(each) for each in model.layers] == [DistributedLinear, nn.ReLU, DistributedLinear]
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
