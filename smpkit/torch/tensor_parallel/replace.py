@@ -427,7 +427,7 @@ def _install(root: nn.Module, replaced: list[_Replaced]) -> nn.Module:
                 parent.add_module(name, new[child])
         for held in vars(parent).values():
             if isinstance(held, list):  # beside its children: Mask2Former's forward goes through one
-                held[:] = [new.get(each, each) if isinstance(each, nn.Module) else each for each in held]
+                held[:] = [new.get(part, part) if isinstance(part, nn.Module) else part for part in held]
     return new.get(root, root)
 
 
