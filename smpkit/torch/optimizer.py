@@ -30,6 +30,8 @@ from smpkit.torch.state_dict import (
     marked,
     merge_on_all_ranks,
     merge_shards,
+    refuse_missing_stages,
+    stage_mark,
     to_local,
     to_parts,
     to_whole,
@@ -352,7 +354,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather_if_shard: with `shard_optimizer_state`, collect the shards of the ranks of RDP_GROUP, all of which
                 call this: on rdp_rank 0 `["state"]` is then a list by rdp_rank. Else it is this rank's own shard.
         """
-        own = marked(self._own_state_dict())
+        own = marked(self._own_state_dict()) | stage_mark()
         if gather_if_shard and _zero1_partition() is not None:
             own["state"] = gather_by_rdp_rank(own["state"])
         if state.cfg.sharded_data_parallel_degree > 1:
@@ -370,12 +372,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: it has states of other shapes than weights that tensor parallelism has divided, or of the parts
-                of weights that another rank of sharded data parallelism has.
+                of weights that another rank of sharded data parallelism has, or not those of all stages that saved it.
         """
         run_deferred_loads()
         values = unmarked(state_dict)
         if "state" in values:
             values["state"] = merge_shards(values["state"])
+        if state_dict.get(PARTIAL_KEY):
+            refuse_missing_stages(state_dict)
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
             values["state"] = merge_on_all_ranks(values["state"])
         if state.model is not None and _zero1_partition() is not None:
