@@ -47,8 +47,11 @@ _OF_MATRICES: Final = re.compile(
     ".*AGC|Adafactor(BigVision)?|AdamP|Kron|LARS|Lamb|Lars|MARS|Mars|Muon|(Nv)?NovoGrad|SGDP|SOAP|Shampoo"
 )
 """Rules, of torch, timm and others, in which the update of an element depends on its row, column or whole matrix."""
-_OF_MATRICES_IF_SET: Final = ("caution", "cautious", "clipping_threshold")
-"""Settings, of timm and pytorch_optimizer, by which any rule does: it divides by the mean of a mask, or by an RMS."""
+_OF_MATRICES_IF_SET: Final = ("caution", "cautious", "clipping_threshold", "update_proj_gap")
+"""Settings by which any rule does: it divides by the mean of a mask, or by an RMS (timm, pytorch_optimizer), or
+projects matrices to a low rank (GaLore, APOLLO)."""
+_IN_BACKWARD: Final = re.compile("(Ada)?Lomo|LayerWiseDummyOptimizer")
+"""Rules that update each weight once backward has its gradient."""
 _AROUND: Final = ("optimizer", "base_optimizer", "_base_optimizer")
 """Where a rule around another one (Lookahead) keeps that."""
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
@@ -528,6 +531,12 @@ def _check(optimizer: Any) -> None:
             hint="pass an optimizer of torch: `torch.optim.AdamW(model.parameters())`",
         )
     rules, cfg = _rules_of(optimizer), state.cfg
+    if any(map(_IN_BACKWARD.fullmatch, rules)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} updates weights in backward, but a step runs backward for each microbatch, and"
+            " averages the gradients of replicas after it",
+            hint='use one that updates in `step`: `optim="galore_adamw"`, say, not `"galore_adamw_layerwise"`',
+        )
     clips = getattr(optimizer, "defaults", {}).get("max_grad_norm")  # by a norm that it adds up, unless it is ours
     is_of_all = any(map(_OF_ALL.fullmatch, rules)) or (clips and not hasattr(optimizer, "looks_at_all_parameters"))
     has_some = state.pp_size * state.tp_size > 1 or (cfg.shard_optimizer_state and cfg.ddp and state.dp_size > 1)
