@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -173,6 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: a closure with `fp16` or `bf16`, or no backward has run yet after passes for training.
         """
         state.refuse_inside_step("optimizer.step")
+        _refuse_accumulating()
         if state.model is not None:
             state.model.check_update(self._model_parameters())
             end_accumulation()
@@ -481,6 +483,16 @@ def _replace_parameters_of(optimizer: Any) -> None:
         refuse_replaced_parameters(optimizer)
         if state.model.data_parallel is not None:
             state.model.data_parallel.replace_parameters_of(optimizer)
+
+
+def _refuse_accumulating() -> None:
+    """Refuse an update after a batch for which accelerate's `accumulate` has its own optimizers leave it out."""
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and not accelerate.GradientState().sync_gradients:
+        raise UsageError(
+            "optimizer.step was called after a batch that accelerate's `accumulate` only adds up",
+            hint="call it `if accelerator.sync_gradients:`, or set `microbatches` and leave out `accumulate`",
+        )
 
 
 @functools.lru_cache(maxsize=8)  # to read a signature takes longer than to clear the gradients

@@ -196,6 +196,19 @@ def test_before_init_it_says_what_to_call() -> None:
         smp.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
 
 
+def test_an_update_that_accelerate_leaves_out_is_refused() -> None:
+    # In `with accelerator.accumulate(model):` each batch had an update, whatever gradient_accumulation_steps said.
+    gradients = pytest.importorskip("accelerate.state").GradientState()
+    _, optimizer = make()
+    gradients._set_sync_gradients(False)
+    try:
+        with pytest.raises(UsageError, match="a batch that accelerate's `accumulate` only adds up"):
+            optimizer.step()
+    finally:
+        gradients._reset_state()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("name", ["LayerWiseDummyOptimizer", "Lomo", "AdaLomo"])
 def test_rules_that_update_in_backward_are_refused(name: str) -> None:
     # `optim="galore_adamw_layerwise"` updated after each microbatch; LOMO ended with an empty NotImplementedError.
