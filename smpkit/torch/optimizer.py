@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ from smpkit.torch.state_dict import (
     marked,
     merge_on_all_ranks,
     merge_shards,
+    refuse_missing_stages,
+    stage_mark,
     to_local,
     to_parts,
     to_whole,
@@ -45,8 +48,11 @@ _OF_MATRICES: Final = re.compile(
     ".*AGC|Adafactor(BigVision)?|AdamP|Kron|LARS|Lamb|Lars|MARS|Mars|Muon|(Nv)?NovoGrad|SGDP|SOAP|Shampoo"
 )
 """Rules, of torch, timm and others, in which the update of an element depends on its row, column or whole matrix."""
-_OF_MATRICES_IF_SET: Final = ("caution", "cautious", "clipping_threshold")
-"""Settings, of timm and pytorch_optimizer, by which any rule does: it divides by the mean of a mask, or by an RMS."""
+_OF_MATRICES_IF_SET: Final = ("caution", "cautious", "clipping_threshold", "update_proj_gap")
+"""Settings by which any rule does: it divides by the mean of a mask, or by an RMS (timm, pytorch_optimizer), or
+projects matrices to a low rank (GaLore, APOLLO)."""
+_IN_BACKWARD: Final = re.compile("(Ada)?Lomo|LayerWiseDummyOptimizer")
+"""Rules that update each weight once backward has its gradient."""
 _AROUND: Final = ("optimizer", "base_optimizer", "_base_optimizer")
 """Where a rule around another one (Lookahead) keeps that."""
 _NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
@@ -168,6 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: a closure with `fp16` or `bf16`, or no backward has run yet after passes for training.
         """
         state.refuse_inside_step("optimizer.step")
+        _refuse_accumulating()
         if state.model is not None:
             state.model.check_update(self._model_parameters())
             end_accumulation()
@@ -352,7 +359,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather_if_shard: with `shard_optimizer_state`, collect the shards of the ranks of RDP_GROUP, all of which
                 call this: on rdp_rank 0 `["state"]` is then a list by rdp_rank. Else it is this rank's own shard.
         """
-        own = marked(self._own_state_dict())
+        own = marked(self._own_state_dict()) | stage_mark()
         if gather_if_shard and _zero1_partition() is not None:
             own["state"] = gather_by_rdp_rank(own["state"])
         if state.cfg.sharded_data_parallel_degree > 1:
@@ -370,12 +377,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: it has states of other shapes than weights that tensor parallelism has divided, or of the parts
-                of weights that another rank of sharded data parallelism has.
+                of weights that another rank of sharded data parallelism has, or not those of all stages that saved it.
         """
         run_deferred_loads()
         values = unmarked(state_dict)
         if "state" in values:
             values["state"] = merge_shards(values["state"])
+        if state_dict.get(PARTIAL_KEY):
+            refuse_missing_stages(state_dict)
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
             values["state"] = merge_on_all_ranks(values["state"])
         if state.model is not None and _zero1_partition() is not None:
@@ -476,6 +485,16 @@ def _replace_parameters_of(optimizer: Any) -> None:
             state.model.data_parallel.replace_parameters_of(optimizer)
 
 
+def _refuse_accumulating() -> None:
+    """Refuse an update after a batch for which accelerate's `accumulate` has its own optimizers leave it out."""
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and not accelerate.GradientState().sync_gradients:
+        raise UsageError(
+            "optimizer.step was called after a batch that accelerate's `accumulate` only adds up",
+            hint="call it `if accelerator.sync_gradients:`, or set `microbatches` and leave out `accumulate`",
+        )
+
+
 @functools.lru_cache(maxsize=8)  # to read a signature takes longer than to clear the gradients
 def _name_of_set_to_none(zero_grad: Callable[..., Any]) -> str | None:
     """Return what an optimizer's `zero_grad` calls the argument that torch calls `set_to_none`; None if it has none."""
@@ -524,6 +543,12 @@ def _check(optimizer: Any) -> None:
             hint="pass an optimizer of torch: `torch.optim.AdamW(model.parameters())`",
         )
     rules, cfg = _rules_of(optimizer), state.cfg
+    if any(map(_IN_BACKWARD.fullmatch, rules)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} updates weights in backward, but a step runs backward for each microbatch, and"
+            " averages the gradients of replicas after it",
+            hint='use one that updates in `step`: `optim="galore_adamw"`, say, not `"galore_adamw_layerwise"`',
+        )
     clips = getattr(optimizer, "defaults", {}).get("max_grad_norm")  # by a norm that it adds up, unless it is ours
     is_of_all = any(map(_OF_ALL.fullmatch, rules)) or (clips and not hasattr(optimizer, "looks_at_all_parameters"))
     has_some = state.pp_size * state.tp_size > 1 or (cfg.shard_optimizer_state and cfg.ddp and state.dp_size > 1)

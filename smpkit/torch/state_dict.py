@@ -33,7 +33,9 @@ PARTIAL_KEY = "_smp_is_partial"
 """Marks a state dict that holds only this rank's part; SMP v1 scripts read and write it."""
 _PART_KEY: Final = "_smp_part"
 """With sharded data parallelism, which part that is, out of how many: those of other ranks have the same shapes."""
-MARKS: Final = {PARTIAL_KEY, _PART_KEY}
+_STAGE_KEY: Final = "_smp_stage"
+"""In a part of an optimizer's state over a pipeline: which stage's, of how many. States that are missing begin anew."""
+MARKS: Final = {PARTIAL_KEY, _PART_KEY, _STAGE_KEY}
 
 _Key = TypeVar("_Key")
 
@@ -60,6 +62,24 @@ def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             " any degrees",
         )
     return {key: value for key, value in state_dict.items() if key not in MARKS}
+
+
+def stage_mark() -> dict[str, tuple[int, int]]:
+    """Return the mark of this rank's part of an optimizer's state."""
+    return {_STAGE_KEY: (state.pp_rank, state.pp_size)} if state.pp_size > 1 else {}
+
+
+def refuse_missing_stages(state_dict: Mapping[str, Any]) -> None:
+    """Raise UsageError if the ranks of this pipeline, all of which call this, load some stages' states of several."""
+    marks = allgather(state_dict.get(_STAGE_KEY), CommGroup.PP_GROUP)
+    stages = {tuple(mark) for mark in marks if mark is not None}
+    missing = {number for _, count in stages for number in range(count)} - {number for number, _ in stages}
+    if missing:
+        raise UsageError(
+            f"the optimizer states that the ranks of this pipeline load lack those of stage {min(missing)}: they were"
+            f" saved by {max(count for _, count in stages)} stages, and this job has {state.pp_size}",
+            hint="resume with the degrees that saved them, or use smp.save_checkpoint, which resumes at any degrees",
+        )
 
 
 def merge_on_all_ranks(part: Mapping[_Key, Any]) -> dict[_Key, Any]:

@@ -271,8 +271,13 @@ class _SavesStates(_Original):
 
     create_optimizer = compute_loss = None
 
+    @property
+    def args(self) -> Any:
+        return SimpleNamespace(should_save=smp.rank() == 0)
+
     def _save_optimizer_and_scheduler(self, folder: str) -> None:
         states = self.optimizer.local_state_dict(gather_if_shard=False)
+        smp.barrier()
         if smp.rdp_rank() == 0 or smp.state.cfg.shard_optimizer_state:
             smp.save(states, f"{folder}/optimizer.pt", partial=True, v3=smp.state.cfg.shard_optimizer_state)
 
@@ -289,8 +294,10 @@ def test_each_rank_loads_the_states_of_its_own_part_of_the_weights(tmp_path: Pat
     trainer.optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
     train_step(model, torch.ones(2, 4))
     trainer.optimizer.step()
+    (tmp_path / "optimizer.pt_1").touch()  # of an earlier run with two stages; that training resumes was refused
     trainer._save_optimizer_and_scheduler(str(tmp_path))
     smp.barrier()
+    assert {file.name for file in tmp_path.iterdir()} == {"optimizer.pt_0", "optimizer.pt_0_0_1"}
     own, loaded = trainer.optimizer.local_state_dict(), smp.load(str(tmp_path / "optimizer.pt"))
     assert own["state"][0]["exp_avg"].shape == (2, 4)
     assert loaded["state"][0]["exp_avg"].equal(own["state"][0]["exp_avg"])
@@ -323,6 +330,21 @@ def test_dropout_goes_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
     assert not torch.equal(draw(model).concat(), drawn)
     trainer._load_rng_state(str(tmp_path))
     assert torch.equal(draw(model).concat(), drawn)
+
+
+@on_ranks(2)
+def test_dropout_goes_on_on_hosts_that_do_not_share_a_disk(tmp_path: Path) -> None:
+    # The stages of the other hosts drew the masks of the first steps again.
+    smp.init({"partitions": 2, "microbatches": 1})
+    trainer: Any = _ResumesDropout(nn.Linear(1, 1))
+    trainer.model_wrapped = model = smp.DistributedModel(nn.Dropout())
+    folder, kept = tmp_path / str(smp.rank()), {"seed": 3, "step": 5}
+    folder.mkdir()
+    model.load_random_state(kept)
+    trainer._save_rng_state(str(folder))
+    model.load_random_state({})
+    trainer._load_rng_state(str(folder))
+    assert model.random_state() == kept
 
 
 @on_ranks(2)
@@ -412,6 +434,28 @@ def test_the_accelerator_reduces_and_gathers_objects_over_the_replicas() -> None
     reduced = [accelerator.reduce(own, reduction).item() for reduction in ("sum", "mean", "max")]
     assert reduced == [4, 2, 3]
     assert accelerator.gather_for_metrics([f"replica {smp.dp_rank()}"]) == ["replica 0", "replica 1"]
+
+
+class _Operations(_Original):
+    """Adds up the operations of one process."""
+
+    create_optimizer = compute_loss = None
+    current_flos, total = 3.0, 0.0
+
+    def store_flos(self) -> None:
+        self.total += self.current_flos
+
+
+class _OperationsOfAll(SmpTrainer, _Operations):
+    """Trainer as SMP has it."""
+
+
+@on_ranks(2)
+def test_operations_of_all_replicas_are_counted() -> None:
+    smp.init({"partitions": 1, "ddp": True})
+    trainer: Any = _OperationsOfAll(nn.Linear(1, 1))
+    trainer.store_flos()
+    assert trainer.total == 6
 
 
 @on_ranks(1)

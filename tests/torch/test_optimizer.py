@@ -196,6 +196,28 @@ def test_before_init_it_says_what_to_call() -> None:
         smp.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
 
 
+def test_an_update_that_accelerate_leaves_out_is_refused() -> None:
+    # In `with accelerator.accumulate(model):` each batch had an update, whatever gradient_accumulation_steps said.
+    gradients = pytest.importorskip("accelerate.state").GradientState()
+    _, optimizer = make()
+    gradients._set_sync_gradients(False)
+    try:
+        with pytest.raises(UsageError, match="a batch that accelerate's `accumulate` only adds up"):
+            optimizer.step()
+    finally:
+        gradients._reset_state()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["LayerWiseDummyOptimizer", "Lomo", "AdaLomo"])
+def test_rules_that_update_in_backward_are_refused(name: str) -> None:
+    # `optim="galore_adamw_layerwise"` updated after each microbatch; LOMO ended with an empty NotImplementedError.
+    smp.init()
+    rule: Any = type(name, (torch.optim.SGD,), {})  # transformers' and lomo_optim's
+    with pytest.raises(UnsupportedError, match=f"{name} updates weights in backward"):
+        smp.DistributedOptimizer(rule(nn.Linear(1, 1).parameters()))
+
+
 OTHERS: Any = type("Adafactor", (torch.optim.SGD,), {})  # the one of Transformers has the name, and nothing of torch's
 LAMB: Any = type("Lamb", (torch.optim.SGD,), {})  # timm's: it goes by the norms of matrices
 AGC: Any = type("AGC", (torch.optim.SGD,), {})  # of nfnets-pytorch: it clips by the norms of rows
@@ -219,6 +241,14 @@ class Cautious(torch.optim.SGD):
         self.param_groups[0]["caution"] = True
 
 
+class LowRank(torch.optim.SGD):
+    """As `AdamW` of GaLore and APOLLO: it projects each matrix."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["update_proj_gap"] = 200
+
+
 PIECES = {
     "tensor_parallel_degree": (
         torch.optim.Adafactor,
@@ -230,6 +260,7 @@ PIECES = {
         MARS,
         Lookahead,
         Cautious,
+        LowRank,
     ),
     "sharded_data_parallel_degree": (torch.optim.Adafactor, OTHERS, torch.optim.LBFGS),
 }
@@ -246,7 +277,7 @@ def test_rules_that_look_at_more_than_a_rank_has_are_refused(degree: str) -> Non
     for rule in PIECES[degree]:
         model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(
-            UnsupportedError, match=rf"{rule.__name__}( with `caution`)? looks at (whole matrices|all parameters)"
+            UnsupportedError, match=rf"{rule.__name__}( with `\w+`)? looks at (whole matrices|all parameters)"
         ):
             smp.DistributedOptimizer(rule(list(model.parameters()))).step(lambda: 0.0)
 

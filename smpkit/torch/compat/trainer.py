@@ -21,6 +21,7 @@ sharded data parallelism          has only rank 0's part of the optimizer's stat
 the norm of gradients             is that of this rank's part of the model
 the end of an epoch               is divided by more batches than are left for its last update
 the random state                  is written to one file by all ranks of a pipeline at once, and without that of dropout
+the number of operations          is that of one replica
 resuming from `model.safetensors` looks for `pytorch_model.bin`
 ================================= ====================================================================================
 """
@@ -64,6 +65,7 @@ class SmpTrainer:
     """A mixin in front of `transformers.Trainer`; `super()` is the original."""
 
     args: Any
+    current_flos: Any
     accelerator: Any
     optimizer: Any
     model_wrapped: Any
@@ -165,7 +167,15 @@ class SmpTrainer:
         # Rank 0 may go on to delete the folder (`save_total_limit`) or to upload it while others still write to it.
         barrier()
 
+    def store_flos(self) -> None:
+        """Add up the operations of all replicas, as `Trainer` does under DDP."""
+        self.current_flos *= _data_replicas()[1]
+        super().store_flos()  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:  # before a barrier in `super()`, after which ranks write their own
+            for file in Path(output_dir).glob(f"{_OPTIMIZER}*"):  # of an earlier run, which may have had more stages
+                file.unlink()
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if state.cfg.sharded_data_parallel_degree > 1 and state.rdp_rank > 0:
             save(self.optimizer.local_state_dict(), Path(output_dir, _OPTIMIZER), v3=True)
@@ -185,8 +195,11 @@ class SmpTrainer:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None and (streams := _streams_in(checkpoint)).exists():
-            self.model_wrapped.load_random_state(json.loads(streams.read_text(encoding="utf-8")))
+        if checkpoint is not None:
+            # Of a pipeline across hosts with disks of their own, the first host has it.
+            own = streams.read_text(encoding="utf-8") if (streams := _streams_in(checkpoint)).exists() else ""
+            if text := max(allgather(own, CommGroup.MP_GROUP)):
+                self.model_wrapped.load_random_state(json.loads(text))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._load_weights(Path(resume_from_checkpoint)):

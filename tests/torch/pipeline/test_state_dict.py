@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,7 +16,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from tests.models import MODELS, Case
 from tests.ranks import run_ranks
-from tests.torch.steps import announced, on_ranks
+from tests.torch.steps import announced, in_a_row, on_ranks, train_step, wrap
 from tests.train import (
     OPTIMIZERS,
     TOLERANCE,
@@ -176,3 +176,19 @@ def test_partition_assignments_are_logged_once_as_smp_v1_did() -> None:
         assert "  head: 1" in lines
     else:
         assert lines == []
+
+
+@on_ranks(2)
+def test_an_optimizer_loads_the_states_of_all_stages_or_none() -> None:
+    # Of a job with fewer stages the moments of the others' weights began anew.
+    model = in_a_row(nn.Linear(2, 2), nn.Linear(2, 2), microbatches=2)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    train_step(model, torch.ones(2, 2))
+    optimizer.step()
+    first, second = smp.allgather(optimizer.local_state_dict())
+    with pytest.raises(UsageError, match="lack those of stage 1: they were saved by 2 stages, and this job has 2"):
+        optimizer.load_state_dict(first)
+    optimizer.load_state_dict((second, first)[smp.pp_rank()])
+    whole = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ddp=True)
+    with pytest.raises(UsageError, match="and this job has 1"):
+        smp.DistributedOptimizer(torch.optim.Adam(whole.parameters())).load_state_dict(first)
