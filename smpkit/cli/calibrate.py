@@ -76,7 +76,7 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
         pipe = subprocess.PIPE
         with subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True) as started:
             try:
-                _, said = started.communicate(timeout=deadline)
+                _, output = started.communicate(timeout=deadline)
             except BaseException as error:
                 started.terminate()  # torchrun then ends the ranks, which would outlive it
                 with suppress(subprocess.TimeoutExpired):
@@ -85,9 +85,9 @@ def _measure(ranks: int, seconds: float, path: Path) -> None:
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 raise DeadlineError(f"the {ranks} ranks that measure were not done within {deadline:g} s") from None
-    _console.detail(said.rstrip())
+    _console.detail(output.rstrip())
     if started.returncode or not path.is_file():
-        errors = [line for line in said.splitlines() if "Error" in line and "torch/distributed" not in line]
+        errors = [line for line in output.splitlines() if "Error" in line and "torch/distributed" not in line]
         last = errors[-1].strip() if errors else "they said nothing"
         raise SmpkitError(f"the ranks that measure failed: {last}", hint="`smpkit -v calibrate` shows all they said")
 
