@@ -175,15 +175,12 @@ class ByHand(nn.Module):
         smp.set_partition(self.block[1], 3)
 
 
-def test_places_that_a_model_says_are_described() -> None:
+def test_places_that_a_model_says_are_described_if_they_exist() -> None:
     model = describe(ByHand, 4, by_hand=True)
     assert model.places == {"block.0": 1, "block.1": 3}
     assert [unit.cost.name for unit in model.units] == ["embed", "block.0", "block.1"]
     assert describe(ByHand, 4).places == {}
     assert ModelFacts.from_json(model.to_json()) == model
-
-
-def test_places_that_do_not_exist_are_refused() -> None:
     with pytest.raises(UsageError, match=r"partition 3 is no planned partition\nhint: valid are 0 to 1"):
         describe(ByHand, 2, by_hand=True)
 
