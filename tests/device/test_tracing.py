@@ -14,19 +14,19 @@ from smpkit.torch.core.runtime import state
 from tests.device.device import CPU_ONLY, gpu
 from tests.device.ranks import run_on_gpu
 from tests.ranks import run_ranks
-from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
+from tests.torch.placement.test_trace import CASES, TOKENS, Checkpointed, Language, costs_of
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_costs_on_the_gpu_are_those_on_the_cpu(case: str) -> None:
     make, argument = CASES[case]
-    model, value = make(), argument().to(gpu())
+    model, value = make(), argument.to(gpu())
     generators = (torch, torch.get_device_module(gpu()))
     before = [each.get_rng_state() for each in generators]
     found = costs_of(model, value)
     assert all(map(torch.equal, before, [each.get_rng_state() for each in generators]))
-    assert found == costs_of(make(), argument())
-    assert costs_of(make(), argument().to(gpu())) == found
+    assert found == costs_of(make(), argument)
+    assert costs_of(make(), argument.to(gpu())) == found
 
 
 def test_autocast_counts_half_the_bytes() -> None:
@@ -36,7 +36,7 @@ def test_autocast_counts_half_the_bytes() -> None:
         with torch.autocast(gpu().type, dtype=torch.bfloat16):
             return model(x)
 
-    half, full = costs_of(model, tokens().to(gpu()), body), costs_of(Language(), tokens())
+    half, full = costs_of(model, TOKENS.to(gpu()), body), costs_of(Language(), TOKENS)
     assert half[1].flops == full[1].flops
     assert half[1].activation_bytes < full[1].activation_bytes
 
@@ -58,7 +58,7 @@ def placed(kind: str, half: bool, options: dict[str, Any]) -> tuple[str, str, li
     torch.manual_seed(0)
     model = smp.DistributedModel({"Language": Language, "Checkpointed": Checkpointed}[kind]())
     with torch.autocast(state.device.type, torch.bfloat16, enabled=half):
-        train_step(model, tokens())
+        train_step(model, TOKENS)
     assert model.pipeline is not None
     assert model.pipeline.assignment is not None
     warnings = [each for each in records if "traced" in each or "tracing" in each]

@@ -107,10 +107,7 @@ MANY = (pytest.mark.slow, pytest.mark.timeout(700))
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        *[(name, 20) for name in NAMES],
-        *[pytest.param(name, 1000, marks=MANY) for name in (*NAMES, "interleaved")],
-    ],
+    [*[(name, 20) for name in NAMES], *[pytest.param(name, 1000, marks=MANY) for name in (*NAMES, "interleaved")]],
 )
 def test_nothing_grows_with_the_number_of_shapes(name: str, count: int) -> None:
     ranks = KINDS[name][1].ranks if name in KINDS else 1

@@ -152,16 +152,12 @@ def test_a_microbatch_is_recorded_under_the_assignment_of_the_job() -> None:
     assert (value.shape, value.dtype, value.num_bytes, value.differentiable) == ((3, 4), "float32", 48, True)
     assert value.consumer == dict(model.recorded.segments)[Segment(1, 0)][0]
     assert ModelFacts.from_json(model.to_json()).recorded == model.recorded
+    assert describe(Tied, 2, cfg=cfg).recorded is None, "without inputs"
 
 
 def test_without_a_pipeline_it_is_recorded_as_if_each_unit_had_a_rank() -> None:
     model: Any = describe(lambda: (Tied(), torch.zeros(3, dtype=torch.int64)))
     assert model.recorded.units == tuple((unit.cost.name, rank) for rank, unit in enumerate(model.units))
-
-
-def test_without_inputs_nothing_is_recorded() -> None:
-    cfg, _ = ModelParallelConfig.from_sources({"pipeline_parallel_degree": 2, "microbatches": 2}, None)
-    assert describe(Tied, 2, cfg=cfg).recorded is None
 
 
 class ByHand(nn.Module):
@@ -175,15 +171,12 @@ class ByHand(nn.Module):
         smp.set_partition(self.block[1], 3)
 
 
-def test_places_that_a_model_says_are_described() -> None:
+def test_places_that_a_model_says_are_described_if_they_exist() -> None:
     model = describe(ByHand, 4, by_hand=True)
     assert model.places == {"block.0": 1, "block.1": 3}
     assert [unit.cost.name for unit in model.units] == ["embed", "block.0", "block.1"]
     assert describe(ByHand, 4).places == {}
     assert ModelFacts.from_json(model.to_json()) == model
-
-
-def test_places_that_do_not_exist_are_refused() -> None:
     with pytest.raises(UsageError, match=r"partition 3 is no planned partition\nhint: valid are 0 to 1"):
         describe(ByHand, 2, by_hand=True)
 

@@ -205,14 +205,7 @@ def test_trap_10_hooks_get_model_and_optimizer_once_each_at_their_time() -> None
     removed.remove()
     train(model, torch.ones(4, 2))
     train(model, torch.ones(4, 2))
-    assert calls == [
-        ("partition", True, True),
-        ("forward",),
-        ("forward",),
-        ("step", True, True),
-        ("forward",),
-        ("forward",),
-    ]
+    assert calls == [("partition", True, True), *[("forward",)] * 2, ("step", True, True), *[("forward",)] * 2]
 
 
 def test_trap_10_without_a_step_function_hooks_run_around_forward_and_optimizer() -> None:
@@ -252,9 +245,7 @@ def test_trap_10_an_optimizer_that_is_loaded_by_a_hook_of_a_hook_resumes_exactly
     model, optimizer = begin()
     model.load_state_dict(weights)
     # GPT scripts of 2022 do so: when the step has ended, the model is partitioned.
-    model.register_post_step_hook(
-        lambda m, _: m.register_post_partition_hook(lambda _, o: o.load_state_dict(states)),
-    )
+    model.register_post_step_hook(lambda m, _: m.register_post_partition_hook(lambda _, o: o.load_state_dict(states)))
     for number, each in enumerate(expected, 1):
         torch.testing.assert_close(update(model, optimizer, number), each, rtol=0, atol=0)
 

@@ -241,12 +241,7 @@ def test_a_dataclass_of_tensors_stays_one() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [
-        [torch.zeros(1), None],
-        [{"a": 1}, {"b": 1}],
-        [[1], [1, 2]],
-        [{1, 2}, {3, 4}],
-    ],
+    [[torch.zeros(1), None], [{"a": 1}, {"b": 1}], [[1], [1, 2]], [{1, 2}, {3, 4}]],
     ids=["types", "keys", "lengths", "sets"],
 )
 def test_what_differs_between_microbatches_stays_a_list(values: list[object]) -> None:

@@ -25,11 +25,7 @@ from smpkit.torch.checkpoints.reader import read_whole
 from tests.torch.checkpoints.two_layers import make, plain, train
 from tests.torch.steps import on_ranks
 
-FILES = [
-    *("model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "optimizer_0_0_0.pt"),
-    *("user_content.pt", "index.json"),
-]
-DIFFERENT = {"model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "user_content.pt"}
+DIFFERENT = ["model_0_0_0.safetensors", "optimizer_0_0_0.safetensors", "user_content.pt"]
 """The files that are not the same in any two saves."""
 WIDTHS = 6, 40, 2  # in a file, there is more behind its middle than names and shapes
 ENTRY = {"size": 1, "crc32": 1, "rank": 0, "host": "h", "folder": 0}
@@ -101,6 +97,9 @@ def test_a_checkpoint_of_the_other_kind_is_pointed_to(partial: bool, tmp_path: P
     save_checkpoint(tmp_path, "one", partial=partial)
     with pytest.raises(CheckpointError, match=f"`one(_partial)?`: it is a (full|partial) .*use partial={partial}"):
         latest_checkpoint(tmp_path, partial=not partial)
+    if partial:
+        with pytest.raises(CheckpointError, match="use partial=True"):
+            resume_from_checkpoint(tmp_path, "one", partial=False)
 
 
 @pytest.mark.parametrize("found", [3, 5])
@@ -121,7 +120,8 @@ def test_another_format_is_refused_with_what_to_do(found: int, saved: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, "flipped bit") for name in FILES] + [(name, "of another save") for name in FILES if name in DIFFERENT],
+    [(name, "flipped bit") for name in (*DIFFERENT, "optimizer_0_0_0.pt", "index.json")]
+    + [(name, "of another save") for name in DIFFERENT],
 )
 def test_a_damaged_file_is_named_and_the_older_checkpoint_is_used(name: str, kind: str, saved: Path) -> None:
     damaged, other = (saved / f"{tag}_partial" / name for tag in ("two", "one"))

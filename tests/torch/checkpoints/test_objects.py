@@ -98,11 +98,7 @@ KEPT: dict[str, Callable[[], Any]] = {
     "class of the script": LossScaler,
     "counter": lambda: collections.Counter("aab"),
     "simple namespace": lambda: types.SimpleNamespace(a=1),
-    "date and time": lambda: [
-        dt.datetime(2021, 5, 1, tzinfo=dt.timezone.utc),
-        dt.timedelta(1),
-        dt.date(2020, 1, 1),
-    ],
+    "date and time": lambda: [dt.datetime(2021, 5, 1, tzinfo=dt.timezone.utc), dt.timedelta(1), dt.date(2020, 1, 1)],
     "numbers": lambda: [decimal.Decimal("1.5"), fractions.Fraction(1, 3), 1j, range(3), slice(1, 2)],
     "sets": lambda: [{1, 2}, frozenset([3])],
     "bytes": lambda: [b"abc", bytearray(b"abc")],

@@ -57,13 +57,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.usefixtures("machine")
-def test_the_cores_of_the_gpus_socket_are_found() -> None:
+def test_the_cores_of_the_gpus_socket_are_found_unless_somebody_has_chosen_them(machine: Path) -> None:
     assert cores.cores_near_gpu(GPU, range(16)) == {4, 5, 6, 7, 12, 13, 14, 15}
     assert cores.cores_near_gpu("0000:00:00.0", range(16)) == set()
-
-
-def test_cores_that_somebody_has_chosen_stay(machine: Path) -> None:
     assert cores.cores_near_gpu(GPU, range(8)) == set()
     (machine / "devices/system/cpu/online").write_text("0-7")
     assert cores.cores_near_gpu(GPU, range(8)) == {4, 5, 6, 7}

@@ -53,8 +53,7 @@ def begin(look_seconds: float = 0.1) -> Spinning:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["barrier", "nothing", "NCCL communicator was aborted on rank 0.", "CUDA error: unspecified launch failure"],
+    "how", ["barrier", "nothing", "NCCL communicator was aborted on rank 0.", "CUDA error: unspecified launch failure"]
 )
 @on_ranks(2, meets=False)
 def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str) -> None:

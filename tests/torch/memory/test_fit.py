@@ -227,11 +227,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "is checkpointed, or fitted, already",
     ),
-    "fitted": (
-        changed(lambda model: smpkit.fit(model, device_gib=1)),
-        {},
-        "is checkpointed, or fitted, already",
-    ),
+    "fitted": (changed(lambda model: smpkit.fit(model, device_gib=1)), {}, "is checkpointed, or fitted, already"),
     "compiled": (changed(lambda model: model.layers[0].compile(backend="eager")), {}, "`layers.0` is compiled"),
     "its own": (
         changed(lambda model: vars(model).update(gradient_checkpointing=True)),

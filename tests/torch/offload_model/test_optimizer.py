@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +36,15 @@ def make_pair(**options: Any) -> tuple[nn.Sequential, OffloadModel]:
     return plain, OffloadModel(copy.deepcopy(plain), CPU, **options)
 
 
-def train(networks: Any, step: Callable[[int], object], num_steps: int = 4, backwards: int = 1) -> None:
+def train(networks: Any, *optimizers: torch.optim.Optimizer) -> None:
     torch.manual_seed(1)
-    for number in range(num_steps):
-        for _ in range(backwards):
-            inputs = torch.randn(5, 6)
-            for network in networks:
-                network(inputs).square().mean().backward()
-        step(number)
-
-
-def stepping(*optimizers: torch.optim.Optimizer) -> Callable[[int], None]:
-    def step(_: int) -> None:
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-
-    return step
+    for _ in range(4):
+        inputs = torch.randn(5, 6)
+        for network in networks:
+            network(inputs).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def close(plain: nn.Module, model: nn.Module, tolerance: float = 2e-6) -> None:
@@ -74,7 +65,7 @@ def test_slow_links_and_jitter_change_nothing(
     plain, model = make_pair(num_slices=5, num_microbatches=num_microbatches)
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
     actual = OffloadOptimizer(model, torch.optim.AdamW, overlap=overlap, **ADAMW)
-    train((plain, model), stepping(expected, actual))
+    train((plain, model), expected, actual)
     close(plain, model)
     link.close()
 
@@ -187,12 +178,12 @@ def test_bf16_computation_with_fp32_weights(ours: bool) -> None:
 def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
     plain, model = make_pair()
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    train((plain,), stepping(expected))
+    train((plain,), expected)
     model.load_state_dict(dict(zip(model.state_dict(), plain.state_dict().values(), strict=True)))
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1.0)
     optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
     assert optimizer.param_groups[0]["lr"] == 1e-3
-    train((plain, model), stepping(expected, optimizer))
+    train((plain, model), expected, optimizer)
     close(plain, model)
     for number, state in optimizer.state_dict()["state"].items():
         wanted = expected.state_dict()["state"][number]

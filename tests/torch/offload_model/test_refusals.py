@@ -147,11 +147,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         UnsupportedError,
         "parameters of an OffloadModel are `inputs`",
     ),
-    "torch.func": (
-        lambda: torch.func.vmap(changing())(NARROW),
-        UnsupportedError,
-        "does not run under torch.func",
-    ),
+    "torch.func": (lambda: torch.func.vmap(changing())(NARROW), UnsupportedError, "does not run under torch.func"),
     "two threads": (lambda: call_in_a_thread(changing()), UsageError, "while another thread runs its forward"),
     "a call in its backward": (lambda: call_in_backward(wrap()), UsageError, "was called in its own backward"),
     "a copy": (lambda: copy.deepcopy(wrap()), UsageError, "is not copied or pickled"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,6 @@ from tests.train import Training, Way, reference, world
 
 pytestmark = pytest.mark.usefixtures("world")
 NORMS = [2.0, 1.0, 3.0, float("inf")]
-
-
 CASE = MODELS["tied modules"]
 
 
@@ -117,20 +116,10 @@ def test_torchs_function_refuses_master_weights_that_have_no_gradients_yet() -> 
     assert smp.clip_grad_norm_(masters, 1.0) > 0
 
 
-class Holder:
-    """Takes the gradients of some parameters as they come."""
-
-    def __init__(self, *parameters: Tensor) -> None:
-        self.parameters = parameters
-
-    def holds_gradients_of(self) -> Iterable[Tensor]:
-        return self.parameters
-
-
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
 def test_torchs_functions_refuse_to_clip_nothing(clip: Callable[..., object]) -> None:
     held, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    holder = Holder(held)
+    holder = mock.Mock(holds_gradients_of=lambda: [held])
     hold_gradients(holder)
     with pytest.raises(UsageError, match=f"{clip.__name__} would clip nothing"):
         clip([held], 1.0)

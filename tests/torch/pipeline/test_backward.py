@@ -156,11 +156,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
         (3, WIDTH),
         {"bias", "parametrizations.weight.original0", "parametrizations.weight.original1"},
     ),
-    "norms are cheap": (
-        lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)),
-        (3, WIDTH),
-        {"1.weight", "1.bias"},
-    ),
+    "norms are cheap": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear()), (3, WIDTH), {"1.weight", "1.bias"}),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0, batch_first=True),
         (2, 3, WIDTH),

@@ -237,10 +237,7 @@ REFUSED = {
         "was used after `far`, which lies on another",
     ),
     # Ranks ended by a ValueError of `zip` and without a word.
-    "a view that is returned": (
-        between("adds what was", step=returned_view),
-        VIEWS,
-    ),
+    "a view that is returned": (between("adds what was", step=returned_view), VIEWS),
     "through a view": (
         between("changes a view", shift),
         r"changed in place through a value that shares its memory after pipeline rank 1 had been sent it",

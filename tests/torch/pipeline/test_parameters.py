@@ -61,10 +61,6 @@ def begin() -> Any:
     return model
 
 
-def shadows(weight: Any) -> None:
-    torch.zeros(weight.shape).mul_(0.9).add_(weight.detach())
-
-
 READS: dict[str, Callable[[Any], object]] = {
     "item": lambda weight: weight[0, 0].item(),
     "number": lambda weight: float(sum(part.norm() for part in weight)),
@@ -73,7 +69,7 @@ READS: dict[str, Callable[[Any], object]] = {
     "numpy": lambda weight: weight.detach().numpy(),
     "stacked": lambda weight: torch.equal(torch.stack([weight, weight]).mean(0), weight),
     "shape": lambda weight: weight.nonzero(),
-    "average": shadows,
+    "average": lambda weight: torch.zeros(weight.shape).mul_(0.9).add_(weight.detach()),
     "copy": lambda weight: torch.zeros(weight.shape).copy_(weight),
     "out": lambda weight: torch.mul(weight, 2, out=torch.zeros(weight.shape)),
     "file": lambda weight: safetensors.torch.save({"weight": weight.detach().contiguous()}),

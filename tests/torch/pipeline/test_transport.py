@@ -275,14 +275,8 @@ def test_it_has_the_size_of_a_gradient_and_is_known_by_every_element(
 def test_what_is_computed_is_none_of_it(dtype: torch.dtype) -> None:
     spec = spec_of(torch.empty(4, dtype=dtype))
     zeros, infinity = torch.zeros(4, dtype=dtype), torch.full((4,), float("inf"), dtype=dtype)
-    computed = [
-        zeros,
-        infinity,
-        zeros / 0,
-        infinity - infinity,
-        infinity * 0,
-        torch.full((4,), float("nan"), dtype=dtype),
-    ]
+    nan = torch.full((4,), float("nan"), dtype=dtype)
+    computed = [zeros, infinity, zeros / 0, infinity - infinity, infinity * 0, nan]
     for value in [*computed, *[-each for each in computed]]:
         assert not is_none_gradient(value, spec)
         assert not is_none_gradient(value.to(torch.complex128 if dtype.is_complex else torch.float64).to(dtype), spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.plan.partition.search import partition
 from smpkit.torch.pipeline.split_backward import backward_inputs
 from smpkit.torch.placement.fused_kernels import FusedKernels
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake
@@ -102,24 +102,15 @@ def delayed() -> nn.Module:
         return Language()
 
 
-def tokens() -> Tensor:
-    return torch.zeros(2, LENGTH, dtype=torch.int64)
-
-
-def images() -> Tensor:
-    return torch.zeros(2, 3, 16, 16)
-
-
-def states() -> Tensor:
-    return torch.zeros(2, LENGTH, WIDTH)
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "language": (Language, tokens),
-    "checkpointed": (Checkpointed, tokens),
-    "grouped": (Grouped, states),
-    "vision": (vision, images),
-    "delayed": (delayed, tokens),
+TOKENS = torch.zeros(2, LENGTH, dtype=torch.int64)
+IMAGES = torch.zeros(2, 3, 16, 16)
+STATES = torch.zeros(2, LENGTH, WIDTH)
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "language": (Language, TOKENS),
+    "checkpointed": (Checkpointed, TOKENS),
+    "grouped": (Grouped, STATES),
+    "vision": (vision, IMAGES),
+    "delayed": (delayed, TOKENS),
 }
 
 
@@ -133,13 +124,10 @@ def costs_of(model: nn.Module, argument: Tensor, body: Callable[..., Any] | None
     step = TrialStep(body or model, (argument,))
     costs = measure_units(model, units_of(model), lambda: run_fake(model, step))
     assert any(cost.activation_bytes for cost in costs), "the pass has failed"
-    return [strip(cost) for cost in costs]
-
-
-def strip(cost: UnitCost) -> UnitCost:
-    """Return the cost without ids, which differ between two models."""
-    values = {name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}
-    return UnitCost(**{**values, "shared": dict(enumerate(cost.shared.values()))})
+    # Without ids, which differ between two models.
+    return [
+        replace(cost, shared={str(number): size for number, size in enumerate(cost.shared.values())}) for cost in costs
+    ]
 
 
 @pytest.fixture
@@ -153,23 +141,19 @@ def no_failed_pass(caplog: pytest.LogCaptureFixture) -> Any:
 @pytest.mark.usefixtures("no_failed_pass")
 def test_a_pass_on_another_device_gives_what_one_on_the_cpu_gives(case: str) -> None:
     make, argument = CASES[case]
-    expected = costs_of(make(), argument())
-    found = costs_of(make(), on(DEVICE, argument()))
-    assert found == expected
-    places = [partition(costs, 2, 0.8).partition_of for costs in (expected, found)]
-    assert places[0] == places[1]
+    assert costs_of(make(), on(DEVICE, argument)) == costs_of(make(), argument)
 
 
 @pytest.mark.parametrize("moved", ["everything", "the first layer"])
 @pytest.mark.usefixtures("no_failed_pass")
 def test_weights_that_lie_on_the_device_already_cost_the_same(moved: str) -> None:
-    model, argument = vision(), on(DEVICE, images())
+    model, argument = vision(), on(DEVICE, IMAGES)
     with torch.device(DEVICE):
         there: Any = vision()
     if moved == "the first layer":
         model[0] = there[0]
         there = model
-    assert costs_of(there, argument) == costs_of(vision(), images())
+    assert costs_of(there, argument) == costs_of(vision(), IMAGES)
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
@@ -192,7 +176,7 @@ def test_a_trial_step_sees_the_weights_and_changes_nothing(device: str) -> None:
     vars(model.scale)["mark"] = 7
     before, values = dict(model.named_parameters(remove_duplicate=False)), model.embed.weight.detach().clone()
     positions = model.positions
-    run_fake(model, TrialStep(body, (on(device, tokens()), model.embed.weight)))
+    run_fake(model, TrialStep(body, (on(device, TOKENS), model.embed.weight)))
     expected = {"tied": True, "kinds": {True}, "places": {torch.device(device)}, "trainable": ["scale"], "mark": 7}
     assert seen == expected
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -230,7 +214,7 @@ def test_attention_costs_its_products_and_keeps_no_scores() -> None:
         return mixed.transpose(1, 2).flatten(2)
 
     model = nn.Sequential(Does(attend, packed=nn.Linear(WIDTH, 3 * WIDTH, bias=False)))
-    (cost,) = costs_of(model, states())
+    (cost,) = costs_of(model, STATES)
     values = 2 * LENGTH * WIDTH
     assert cost.flops == 2 * values * 3 * WIDTH + 2 * 2 * values * LENGTH
     assert cost.activation_bytes == 4 * (values + 3 * values + values + 2 * HEADS * LENGTH)
@@ -276,7 +260,7 @@ def test_replaced_kernels_are_for_tensors_without_data() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_waits_between_the_halves_of_a_backward_is_counted(dtype: torch.dtype | None) -> None:
-    blocks, x = nn.Sequential(Block(), Block()), states()
+    blocks, x = nn.Sequential(Block(), Block()), STATES
 
     def body(x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):

@@ -33,13 +33,8 @@ def names(model: nn.Module, split: Collection[str] = ()) -> list[str]:
 
 def test_a_transformer_is_cut_into_leaves_and_blocks() -> None:
     inner = module("Model", embed=leaf(), layers=nn.ModuleList([block(), block()]), norm=leaf())
-    assert names(module("ForCausalLM", model=inner, head=leaf())) == [
-        "model.embed",
-        "model.layers.0",
-        "model.layers.1",
-        "model.norm",
-        "head",
-    ]
+    model = module("ForCausalLM", model=inner, head=leaf())
+    assert names(model) == ["model.embed", "model.layers.0", "model.layers.1", "model.norm", "head"]
 
 
 PARTS = nn.ModuleList([block("SelfAttention"), block("FeedForward")])

@@ -401,33 +401,27 @@ def test_an_optimizer_of_before_wrapping_is_refused_where_its_parameters_were_re
 
 
 @on_ranks(2)
-def test_modules_that_are_checkpointed_before_wrapping_are_not_replaced() -> None:
-    start()
-    module: Any = DIVISIBLE["GPT2"].build()
-    smp.set_activation_checkpointing(module.transformer.h[0].mlp)
-    with pytest.raises(
-        UsageError, match=r"`transformer\.h\.0\.mlp` is checkpointed, and tensor parallelism replaces it"
-    ):
-        smp.DistributedModel(marked(module))
+def test_modules_that_are_checkpointed_or_hooked_before_wrapping_are_not_replaced() -> None:
     start()
     register(ReplacementRule(Flagged, DistributedLinear, arguments=lambda _: ((4, 4), {})))
-    with pytest.raises(UsageError, match=r"`0` is checkpointed, and tensor parallelism replaces it"):
-        smp.DistributedModel(marked(nn.Sequential(Flagged())))
+    checkpointed: Any = DIVISIBLE["GPT2"].build()
+    smp.set_activation_checkpointing(checkpointed.transformer.h[0].mlp)
+    hooked: Any = DIVISIBLE["Llama"].build()
+    hooked.model.embed_tokens.weight.register_hook(lambda gradient: 2 * gradient)
+    for module, message in (
+        (checkpointed, r"`transformer\.h\.0\.mlp` is checkpointed, and tensor parallelism replaces it"),
+        (nn.Sequential(Flagged()), "`0` is checkpointed, and tensor parallelism replaces it"),
+        (hooked, r"a hook was registered on `model\.embed_tokens\.weight`, which tensor"),
+    ):
+        start()
+        with pytest.raises(UsageError, match=message):
+            smp.DistributedModel(marked(module))
 
 
 class Flagged(nn.Module):
     """A block of a Hugging Face model after `gradient_checkpointing_enable()`."""
 
     gradient_checkpointing = True
-
-
-@on_ranks(2)
-def test_hooks_on_weights_that_wrapping_divides_are_refused() -> None:
-    start()
-    module: Any = DIVISIBLE["Llama"].build()
-    module.model.embed_tokens.weight.register_hook(lambda gradient: 2 * gradient)
-    with pytest.raises(UsageError, match=r"a hook was registered on `model\.embed_tokens\.weight`, which tensor"):
-        smp.DistributedModel(marked(module))
 
 
 @on_ranks(2)
