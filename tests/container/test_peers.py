@@ -200,16 +200,13 @@ def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
 def test_hosts_meet_over_ipv6() -> None:
     """The pods of a cluster with IPv6 waited for the first of them, which listened at addresses of IPv4 only."""
     over_ipv6 = []
-    with free_ports() as port:
 
-        def second() -> None:
-            with meet(replace(SECOND, address="::1"), {}, 20.0, port, TOKEN) as peers:
-                over_ipv6.append(peers.own_address)
+    def second() -> None:
+        with meet(replace(SECOND, address="::1"), {}, 20.0, port, TOKEN) as peers:
+            over_ipv6.append(peers.own_address)
 
-        thread = threading.Thread(target=second, daemon=True)
-        thread.start()
-        with meet(FIRST, {}, 20.0, port, TOKEN):
-            thread.join(60)
+    with free_ports() as port, meanwhile(second) as thread, meet(FIRST, {}, 20.0, port, TOKEN):
+        thread.join(60)
     assert over_ipv6 == ["::1"]
 
 
@@ -366,9 +363,7 @@ def scheduled(tmp_path: Path, number: int, script: str, port: int, names: str = 
 @pytest.mark.parametrize(
     ("begin", "names"), [(start, HOSTS), (scheduled, ["node7", "node9"])], ids=["named", "scheduled"]
 )
-def test_two_hosts_form_one_world_over_the_interface_between_them(
-    tmp_path: Path, begin: Callable[..., Started], names: list[str]
-) -> None:
+def test_two_hosts_form_one_world(tmp_path: Path, begin: Callable[..., Started], names: list[str]) -> None:
     script = ALL_REDUCE + "print(os.environ['SM_HOSTS'], os.environ['GLOO_SOCKET_IFNAME'])"
     with free_ports() as port:
         told = ends([begin(tmp_path, number, script, port) for number in range(2)])

@@ -272,9 +272,7 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
     assert not user.cluster.objects
 
 
-def test_back_end_and_namespace_of_the_job_file_are_those_of_the_next_commands(
-    user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_back_end_and_namespace_of_the_job_file_stay_for_commands(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = Mock(return_value=user.cluster)
     monkeypatch.setattr(backend, "connect", connect)
     monkeypatch.delenv("SMPKIT_BACKEND")  # the job file chooses it

@@ -69,9 +69,7 @@ def test_ranks_that_share_cores_are_slower_together() -> None:
         ("Tesla T4", "float16", 65.1e12),
     ],
 )
-def test_a_published_flops_is_found_by_what_torch_calls_a_device(
-    device: str, half: str | None, expected: float
-) -> None:
+def test_published_flops_are_found_by_the_name_of_a_device(device: str, half: str | None, expected: float) -> None:
     assert published_flops(device, half) == (device.replace("-", " ").split()[1], expected)
 
 
