@@ -121,15 +121,12 @@ def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_p
     assert [entry.name for entry in planned.packed.sources.entries] == ["lib/a.py", "train.py"]
 
 
-def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:
+def test_sources_in_s3_are_left_there_and_others_go_where_code_location_says(make: MakeEstimator) -> None:
     planned = make(source_dir="s3://bucket/code/sourcedir.tar.gz").plan()
     assert json.loads(planned.body["HyperParameters"]["sagemaker_submit_directory"]) == planned.source
     assert planned.packed is None
     with pytest.raises(ConfigError, match=r"must be a `\.tar\.gz`"):
         make(source_dir="s3://bucket/code").plan()
-
-
-def test_sources_are_uploaded_where_code_location_says(make: MakeEstimator) -> None:
     planned = make(code_location="s3://bucket/team/code").plan()
     assert (planned.source or "").startswith("s3://bucket/team/code/")
 
