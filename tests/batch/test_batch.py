@@ -151,9 +151,7 @@ def test_a_job_from_submit_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
 def play_logs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let both nodes log a line: moto runs no nodes, and knows none by the number behind the job's id."""
     logs, group = boto3.client("logs", REGION), "/aws/batch/job"
-    groups = [each["logGroupName"] for each in logs.describe_log_groups()["logGroups"]]
-    if group not in groups:
-        logs.create_log_group(logGroupName=group)
+    logs.create_log_group(logGroupName=group)
     for index in range(2):
         stream = f"{name}/default/{index}"
         event = {"timestamp": int(datetime.now(timezone.utc).timestamp() * 1000), "message": f"[rank {index}] hello"}
