@@ -199,7 +199,7 @@ def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_hosts_meet_over_ipv6() -> None:
     """The pods of a cluster with IPv6 waited for the first of them, which listened at addresses of IPv4 only."""
-    over_ipv6 = []
+    over_ipv6: list[object] = []
 
     def second() -> None:
         with meet(replace(SECOND, address="::1"), {}, 20.0, port, TOKEN) as peers:
