@@ -151,9 +151,7 @@ def test_a_job_from_submit_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
 def play_logs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let both nodes log a line: moto runs no nodes, and knows none by the number behind the job's id."""
     logs, group = boto3.client("logs", REGION), "/aws/batch/job"
-    groups = [each["logGroupName"] for each in logs.describe_log_groups()["logGroups"]]
-    if group not in groups:
-        logs.create_log_group(logGroupName=group)
+    logs.create_log_group(logGroupName=group)
     for index in range(2):
         stream = f"{name}/default/{index}"
         event = {"timestamp": int(datetime.now(timezone.utc).timestamp() * 1000), "message": f"[rank {index}] hello"}
@@ -324,9 +322,6 @@ def test_doctor_looks_at_the_queue() -> None:
     write(batch={"queue": "none"})
     found = json.loads(run("doctor", "job.yaml", "--json", code=1).stdout)
     assert "there is no queue `none` in eu-west-1" in [item["text"] for item in found]
-
-
-# ---- what moto does not play -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

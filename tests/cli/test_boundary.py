@@ -11,19 +11,8 @@ from typing import Any
 import click
 import pytest
 
+from smpkit import errors
 from smpkit.cli.main import exit_code_of
-from smpkit.errors import (
-    CheckpointError,
-    CloudError,
-    ConfigError,
-    DeadlineError,
-    LaunchError,
-    Problem,
-    RemoteError,
-    SmpkitError,
-    UnsupportedError,
-    UsageError,
-)
 from tests.cli.conftest import process
 
 
@@ -37,15 +26,15 @@ def raising(error: BaseException) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (SmpkitError("x"), 1),
-        (ConfigError([Problem((), "x")]), 2),
-        (UsageError("x"), 2),
-        (UnsupportedError("x"), 2),
-        (LaunchError("x"), 1),
-        (DeadlineError("x"), 1),
-        (RemoteError("x"), 1),
-        (CheckpointError("x"), 1),
-        (CloudError("x"), 4),
+        (errors.SmpkitError("x"), 1),
+        (errors.ConfigError([errors.Problem((), "x")]), 2),
+        (errors.UsageError("x"), 2),
+        (errors.UnsupportedError("x"), 2),
+        (errors.LaunchError("x"), 1),
+        (errors.DeadlineError("x"), 1),
+        (errors.RemoteError("x"), 1),
+        (errors.CheckpointError("x"), 1),
+        (errors.CloudError("x"), 4),
         (click.UsageError("x"), 2),
         (KeyboardInterrupt(), 130),
         (click.Abort(), 130),

@@ -78,6 +78,8 @@ def test_submit_prints_the_name_alone_and_talks_on_stderr(use: Use, smpkit: Smpk
         "Submitting `train` to SageMaker in us-west-2 (2 × ml.p4d.24xlarge, at most 24 h 0 m)",
         f"Follow with `smpkit logs -f {name}`, stop with `smpkit stop {name}`",
     ]
+    Path(".env").write_text("TOKEN=1")
+    assert "note: left out, as secrets are never packed: `.env`" in smpkit("submit", "job.yaml").stderr
 
 
 def without_token(request: Any) -> Any:
@@ -100,9 +102,7 @@ def test_the_token_of_several_hosts_is_in_s3_alone(use: Use, smpkit: Smpkit) -> 
 
 
 @pytest.mark.parametrize(("command", "read"), [("submit --json", json.loads), ("-q submit", yaml.safe_load)])
-def test_dry_run_prints_the_very_request_and_does_nothing(
-    use: Use, smpkit: Smpkit, command: str, read: Callable[[str], Any]
-) -> None:
+def test_dry_run_prints_the_request_alone(use: Use, smpkit: Smpkit, command: str, read: Callable[[str], Any]) -> None:
     """SDK v3's dry run uploads 16 objects."""
     aws = use()
     result = smpkit(*command.split(), "job.yaml", "--dry-run", "--name", "job", code=0)
@@ -124,12 +124,6 @@ def test_problems_have_the_files_line(use: Use, smpkit: Smpkit) -> None:
     assert "\n--set compute.instance_type: `ml.p4d.2xlarge` is not one of" in result.stderr
     assert "did you mean `ml.p4d.24xlarge`?" in result.stderr
     assert result.stderr.rstrip().endswith("3 problems in the job for SageMaker")
-
-
-def test_a_secret_that_is_left_out_is_told(use: Use, smpkit: Smpkit) -> None:
-    use()
-    Path(".env").write_text("TOKEN=1")
-    assert "note: left out, as secrets are never packed: `.env`" in smpkit("submit", "job.yaml").stderr
 
 
 SECRET_VALUES = ("s3cr3t-1", "hf_" + "a1B2" * 9)
@@ -176,12 +170,14 @@ def test_declared_secrets_are_named_and_never_sent(use: Use, smpkit: Smpkit, mon
     assert "secrets.HF_TOKEN: cannot be read by a container without network" in refused.stderr
 
 
-def test_log_text_does_not_drive_the_terminal(use: Use, smpkit: Smpkit) -> None:
+def test_neither_log_nor_reason_drives_the_terminal(use: Use, smpkit: Smpkit) -> None:
     use(Script(lines=(Line(1, "\x1b]52;c;AAAA\x07\x1b[2J\x1b[31mred\x1b[0m a\rb"),), training=10), ago=1000)
     shown = "\\x1b]52;c;AAAA\\x07\\x1b[2J\x1b[31mred\x1b[0m a\\rb"
     for command in (["logs", "job"], ["logs", "-f", "job"]):
         assert smpkit(*command, color=True).stdout.partition(" ")[2].strip() == shown
     assert json.loads(smpkit("logs", "job", "--json").stdout)["text"].startswith("\x1b]52")
+    use(Script(failure="ValueError: \x1b]0;x\x07boo\nrank 5 on algo-1, exit 1", training=10), ago=0)
+    assert "    ValueError: \\x1b]0;x\\x07boo\n" in smpkit("status", "--watch", "job").stdout
 
 
 @pytest.mark.parametrize(
@@ -191,9 +187,7 @@ def test_log_text_does_not_drive_the_terminal(use: Use, smpkit: Smpkit) -> None:
         *("status job --watch", "logs job -f", "logs job -f --rank 0"),
     ],
 )
-def test_a_failed_job_is_exit_code_1_with_the_first_failing_ranks_exception(
-    use: Use, smpkit: Smpkit, command: str
-) -> None:
+def test_a_failed_job_is_exit_code_1_with_the_first_ranks_exception(use: Use, smpkit: Smpkit, command: str) -> None:
     use(Script(failure=REASON, training=10), ago=None if command.startswith("submit") else 0)
     result = smpkit(*command.split(), code=1)
     shown = result.stdout if command.startswith("status") else result.stderr
@@ -250,6 +244,7 @@ def test_json_is_json_and_alone_on_stdout(use: Use, smpkit: Smpkit, command: str
 
 def test_jobs_are_listed_newest_first_and_filtered(use: Use, smpkit: Smpkit) -> None:
     aws = use(Script(training=1))
+    assert [smpkit("jobs", *options).stdout for options in ((), ("--json",))] == ["", "[]\n"]
     for number in range(25):
         smpkit("submit", "job.yaml", "--name", f"job-{number}")
         aws.clock.advance(60)
@@ -376,6 +371,10 @@ def test_doctor_looks_at_everything_the_job_names(named: Aws, smpkit: Smpkit) ->
         *("✓ credential", "✓ role: arn:", "✓ wrote to a", "✓ image: 123"),
     ]
     assert not named.objects()
+    SESSION.client("iam").delete_role(RoleName="SM")
+    SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument='{"Service": "ec2.amazonaws.com"}')
+    distrusted = smpkit("doctor", "job.yaml").stdout
+    assert "✗ role `SM` does not trust SageMaker\n    hint: add `sagemaker.amazonaws.com`" in distrusted
     changes = {"role": "arn:aws:iam::123456789012:role/Other", "output": "s3://other/out"}
     Path("job.yaml").write_text(yaml.safe_dump(yaml.safe_load(JOB.replace(":latest", ":2")) | changes))
     bad = smpkit("doctor", "job.yaml", code=1)
@@ -492,21 +491,3 @@ def test_a_job_with_instance_groups_is_resumed_with_them(use: Use, smpkit: Smpki
     refused = smpkit("resume", "job", "--instance-count", "4", code=2)
     assert refused.stdout == ""
     assert "`--instance-count` is for a job whose hosts are of one kind" in refused.stderr
-
-
-def test_no_jobs_is_an_empty_list(use: Use, smpkit: Smpkit) -> None:
-    use()
-    assert smpkit("jobs", "--json").stdout == "[]\n"
-    assert smpkit("jobs").stdout == ""
-
-
-def test_doctor_says_who_a_role_does_not_trust(named: Aws, smpkit: Smpkit) -> None:
-    SESSION.client("iam").delete_role(RoleName="SM")
-    SESSION.client("iam").create_role(RoleName="SM", AssumeRolePolicyDocument='{"Service": "ec2.amazonaws.com"}')
-    result = smpkit("doctor", "job.yaml")
-    assert "✗ role `SM` does not trust SageMaker\n    hint: add `sagemaker.amazonaws.com`" in result.stdout
-
-
-def test_the_reason_of_a_failure_controls_no_terminal(use: Use, smpkit: Smpkit) -> None:
-    use(Script(failure="ValueError: \x1b]0;x\x07boo\nrank 5 on algo-1, exit 1", training=10), ago=0)
-    assert "    ValueError: \\x1b]0;x\\x07boo\n" in smpkit("status", "--watch", "job").stdout

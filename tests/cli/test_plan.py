@@ -199,10 +199,7 @@ def test_json_counts_every_byte_of_a_model(smpkit: Smpkit) -> None:
         (["--pp", "9999999"], "pipeline_parallel_degree: must be at most 1024, got 9999999"),
         (["--tp", "9999999"], "tensor_parallel_degree: must be at most 1024, got 9999999"),
         (["--pp", "2", "--ranks", "9999998"], "`--ranks`: 9999998 is not in the range 1<=x<=1000000"),
-        (
-            ["--pp", "2", "--model", "zoo:Net", "--tflops", "nan"],
-            "`--tflops`: `nan` is not a number from 1e-06 to 1,000,",
-        ),
+        (["--pp", "2", "--model", "zoo:Net", "--tflops", "nan"], "`--tflops`: `nan` is not a number from 1e-06 to"),
         (["--pp", "99", "--model", "zoo:Net"], "too few for 99 partitions"),
         (["--pp", "2", "--model", "zoo:failing"], "error: the factory failed: ValueError: no such weights\n"),
         (["--pp", "2", "--model", "zoo"], "error: `zoo` names no factory\nhint: write `module:factory`"),
@@ -303,9 +300,6 @@ def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpki
     result = smpkit("plan", "mp.json", "--model", "zoo:traced")
     assert "`offload_activations` has nothing to offload: no layer of the model is checkpointed" in result.stderr
     assert "offload   " not in result.stdout
-
-
-# --- what features save -----------------------------------------------------------------------------------------------
 
 
 def test_ranks_and_hosts_go_before_those_of_the_file(folder: Path, smpkit: Smpkit) -> None:

@@ -88,11 +88,6 @@ def test_the_log_of_the_last_run_is_printed_by_rank_pattern_and_end(runs: list[R
     assert plain[:2] == [{"rank": None, "text": "starting"}, {"rank": 0, "text": "a 1"}]
 
 
-def test_a_log_that_goes_on_is_followed_to_the_end_of_the_run(runs: list[Run], smpkit: Smpkit) -> None:
-    write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, "finished"))
-    assert len(smpkit("logs", "-f").stdout.splitlines()) == 4
-
-
 def test_a_followed_line_is_printed_when_it_is_whole(
     runs: list[Run], smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +96,7 @@ def test_a_followed_line_is_printed_when_it_is_whole(
     The summary of rank 0 was taken for the end, while other ranks still printed.
     """
     write_summary(runs[2].path, RunSummary("t5", 0.0, 1.0, 0, "finished"))
+    assert len(smpkit("logs", "-f").stdout.splitlines()) == 4  # of a run that is over
     log = runs[2].path / "logs" / "launcher.log"
     log.write_text("[rank 0] one\n[rank 1] tw")
     moments = iter(["o\n[rank 1] thr", "ee"])

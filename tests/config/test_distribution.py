@@ -36,12 +36,8 @@ def test_smp_options_without_the_keys_around_them_are_accepted() -> None:
     assert made.parameters_as_written == SEED
     assert made.launcher == "mpirun"
     assert Distribution.model_validate(options).launcher == "torchrun"
-
-
-def test_a_configuration_object_is_accepted_as_parameters() -> None:
-    parameters = Distribution.model_validate({"enabled": True, "parameters": SEED}).model_parallel
-    made = Distribution.model_validate({"enabled": True, "parameters": parameters})
-    assert made.parameters_as_written == SEED
+    as_object = Distribution.model_validate({"enabled": True, "parameters": made.model_parallel})
+    assert as_object.parameters_as_written == SEED
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,9 @@ def test_later_sources_win(folder: Path) -> None:
     parameters = job.config.distribution.model_parallel
     assert parameters is not None
     assert parameters.match_weights is True
+    assert load_job(folder / "job.yaml", [("--set", "environment.A=1")]).config.environment == {"A": "1"}
+    path = write(folder, "entry_point: train.py\ncompute:\n")
+    assert load_job(path, [("--set", "compute.spot=true")]).config.compute.spot is True
 
 
 def test_origins_say_where_each_value_came_from(folder: Path) -> None:
@@ -98,25 +101,14 @@ def test_origins_say_where_each_value_came_from(folder: Path) -> None:
         "checkpoints.local_path": "default",
     }
     assert {key: origins[key] for key in expected} == expected
-
-
-def test_origins_of_a_bare_block_are_found(folder: Path) -> None:
     path = write(folder, "entry_point: train.py\ndistribution:\n  enabled: true\n  parameters: {microbatches: 2}\n")
     assert load_job(path).origins[*PARAMETERS.split("."), "microbatches"] == f"{path}:4"
 
 
 def test_every_problem_is_told_with_its_line_and_excerpt(folder: Path) -> None:
-    path = write(
-        folder,
-        "name: my_job\n"
-        "compute:\n"
-        "  instance_cuont: 2\n"
-        "distribution:\n"
-        "  enabled: true\n"
-        "  parameters: {tensor_parallel_degree: 0}\n",
-    )
-    found = problems(path, "compute.spot=1", "nmae=x", "foo")
-    assert "\n\n".join(found) == EVERY_PROBLEM
+    text = "name: my_job\ncompute:\n  instance_cuont: 2\ndistribution:\n  enabled: true\n"
+    path = write(folder, text + "  parameters: {tensor_parallel_degree: 0}\n")
+    assert "\n\n".join(problems(path, "compute.spot=1", "nmae=x", "foo")) == EVERY_PROBLEM
 
 
 EVERY_PROBLEM = """\
@@ -183,13 +175,6 @@ def test_what_text_alone_stands_for_can_be_added_to(folder: Path) -> None:
         assert origins["inputs", "data", "uri"] == f"{path}:3"
 
 
-def test_what_is_set_in_the_environment_of_the_script_is_text(folder: Path) -> None:
-    assert load_job(folder / "job.yaml", [("--set", "environment.A=1")]).config.environment == {"A": "1"}
-
-
-# --- Parameters in a file of their own -------------------------------------------------------------------------------
-
-
 def job_with_parameters(folder: Path) -> Path:
     text = "entry_point: train.py\ndistribution:\n  smdistributed:\n    modelparallel: "
     return write(folder, text + "{enabled: true, parameters: smp.json}\n")
@@ -199,12 +184,8 @@ def test_parameters_may_be_the_path_of_a_json_file(folder: Path) -> None:
     write(folder, json.dumps(SEED), "smp.json")
     job = load_job(job_with_parameters(folder), [("--set", f"{PARAMETERS}.microbatches=8")])
     assert job.config.distribution.parameters_as_written == {**SEED, "microbatches": 8}
-
-
-def test_problems_of_that_file_name_it_and_its_line(folder: Path) -> None:
-    write(folder, '{\n  "microbatches": 0\n}', "smp.json")
-    (problem,) = problems(job_with_parameters(folder))
-    assert problem.startswith(f"smp.json:2: {PARAMETERS}.microbatches: must be at least 1, got 0")
+    job = load_job(write(folder, JOB), [("--set", f"{PARAMETERS}=smp.json")])
+    assert job.config.distribution.parameters_as_written == SEED
 
 
 @pytest.mark.parametrize(
@@ -213,19 +194,14 @@ def test_problems_of_that_file_name_it_and_its_line(folder: Path) -> None:
         (None, f"job.yaml:4: {PARAMETERS}: names a file that cannot be read: no such file"),
         ("[]", f"job.yaml:4: {PARAMETERS}: `smp.json` must hold a mapping of parameters, got a list"),
         ("{", "smp.json:1:2: is not JSON"),
+        ('{\n  "microbatches": 0\n}', f"smp.json:2: {PARAMETERS}.microbatches: must be at least 1, got 0"),
     ],
 )
-def test_a_parameters_file_that_cannot_be_read_is_a_problem(text: str | None, message: str, folder: Path) -> None:
+def test_a_problem_of_a_parameters_file_names_its_place(text: str | None, message: str, folder: Path) -> None:
     if text is not None:
         write(folder, text, "smp.json")
     (problem,) = problems(job_with_parameters(folder))
     assert problem.startswith(message)
-
-
-def test_a_path_set_from_outside_is_read_too(folder: Path) -> None:
-    write(folder, '{"microbatches": 2}', "smp.json")
-    job = load_job(folder / "job.yaml", [("--set", f"{PARAMETERS}=smp.json")])
-    assert job.config.distribution.parameters_as_written == {"microbatches": 2}
 
 
 @pytest.mark.parametrize("block", ["{smdistributed: {modelparallel: %s}}", "%s"], ids=["full", "bare"])
@@ -234,9 +210,6 @@ def test_a_distribution_may_name_a_file_of_parameters_too(block: str, folder: Pa
     loaded = load(write(folder, block % "{enabled: true, parameters: smp.json}", "distribution.yaml"))
     assert isinstance(loaded.config, Distribution)
     assert loaded.config.parameters_as_written == {"microbatches": 2}
-
-
-# --- Files that are no job -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,10 +248,7 @@ def test_parts_can_be_changed_with_set_and_have_notices(folder: Path) -> None:
         ("x", "got `x`"),
         ("entry_point: other.py", "job.yaml:1: entry_point: no such file: `"),
         ("entry_point: train.py\nsource_dir: src", "job.yaml:2: source_dir: no such folder"),
-        (
-            "entry_point: train.py\ndependencies: [s3://bucket/lib, lib]",
-            "job.yaml:2: dependencies[1]: no such file or folder",
-        ),
+        ("entry_point: train.py\ndependencies: [s3://bucket/lib, lib]", "job.yaml:2: dependencies[1]: no such file"),
         ("entry_point: trian.py", "hint: did you mean `train.py`?"),
         ("entry_point: train.py\nsource_dir: sourcse", "hint: did you mean `sources`?"),
         ("entry_point: xyz.py", "hint: it is relative to the folder of the job file, or to `source_dir`"),
@@ -299,8 +269,6 @@ def test_a_job_file_whose_name_is_nearly_right_is_suggested(folder: Path) -> Non
     (problem,) = problems(folder / "jobs.yaml")
     assert "hint: did you mean `job.yaml`?" in problem
 
-
-# --- Properties ------------------------------------------------------------------------------------------------------
 
 NAMES = (*JobConfig.keys(), *ModelParallelConfig.keys(), *PARAMETERS.split(".")[1:], "mpi", "enabled")
 
@@ -329,14 +297,9 @@ def test_no_document_makes_anything_but_a_config_error(tmp_path_factory: pytest.
 
 @patient
 @given(st.lists(st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from(NAMES), st.text())), max_size=3))
-def test_no_override_makes_anything_but_a_config_error(
-    tmp_path_factory: pytest.TempPathFactory, overrides: list[str]
-) -> None:
+def test_no_override_makes_another_error(tmp_path_factory: pytest.TempPathFactory, overrides: list[str]) -> None:
     (tmp_path_factory.getbasetemp() / "train.py").touch()
     survives(write(tmp_path_factory.getbasetemp(), JOB), *overrides)
-
-
-# --- What a newcomer writes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", ["{smdistributed: {modelparallel: %s}}", "%s"], ids=["full", "bare"])
@@ -361,11 +324,6 @@ def test_several_problems_on_one_line_are_marked(folder: Path) -> None:
     assert first.startswith("job.yaml:2:11: compute.instance_count")
     assert second.startswith("job.yaml:2:32: compute.spot")
     assert [text.splitlines()[2] for text in (first, second)] == [f"      | {' ' * 10}^", f"      | {' ' * 31}^"]
-
-
-def test_an_empty_section_can_be_set_into(folder: Path) -> None:
-    path = write(folder, "entry_point: train.py\ncompute:\n")
-    assert load_job(path, [("--set", "compute.spot=true")]).config.compute.spot is True
 
 
 def test_a_missing_script_is_reported_beside_every_other_problem(tmp_path: Path) -> None:

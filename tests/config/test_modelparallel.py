@@ -102,9 +102,7 @@ def test_the_log_of_the_effective_configuration_leaves_out_internal_keys() -> No
     assert set(DEFAULTS) - set(effective) == internal | {key for key in DEFAULTS if key.startswith("_")}
 
 
-# --- The compatibility traps of the specification's section 7 that concern the configuration -------------------------
-
-
+# The compatibility traps of the specification's section 7 that concern the configuration
 def test_trap_1_environment_overrides_init_dict_key_by_key() -> None:
     made = config({"microbatches": 2, "ddp": True}, '{"microbatches": 8, "pipeline_parallel_degree": 2}')
     assert (made.microbatches, made.ddp, made.pipeline_parallel_degree) == (8, True, 2)
@@ -137,10 +135,6 @@ def test_trap_2_types_are_exact(key: str, value: object) -> None:
     assert problem.startswith(f"{key}: must be ")
 
 
-def test_trap_2_an_integer_is_fine_where_a_number_is_asked() -> None:
-    assert config({"memory_weight": 1}).memory_weight == 1.0
-
-
 def test_trap_3_active_microbatches_below_total_force_interleaved() -> None:
     parameters = {"pipeline": "simple", "pipeline_parallel_degree": 2, "microbatches": 8}
     made, said = ModelParallelConfig.from_sources(parameters, None)
@@ -156,9 +150,6 @@ def test_trap_22_placement_letters_are_accepted(strategy: str) -> None:
     assert config({"placement_strategy": strategy}).placement_strategy == strategy
 
 
-# --- Defaults that depend on other values ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("degree", "microbatches", "virtual", "active"),
     [
@@ -166,27 +157,24 @@ def test_trap_22_placement_letters_are_accepted(strategy: str) -> None:
         *((4, 16, 2, 8), (4, 16, 3, 8), (4, 6, 2, 6), (4, 9, 2, 9), (4, 18, 2, 10), (1, 8, 2, 3), (2, 8, 2, 4)),
     ],
 )
-def test_active_microbatches_are_two_above_the_degree_or_two_groups_of_virtual_stages_and_clamped(
-    degree: int, microbatches: int, virtual: int, active: int
-) -> None:
+def test_default_of_active_microbatches(degree: int, microbatches: int, virtual: int, active: int) -> None:
+    """Two above the degree, or two groups of virtual stages, and no more than there are."""
     parameters = {"pipeline_parallel_degree": degree, "microbatches": microbatches, "virtual_pipeline_degree": virtual}
     assert config(parameters).active_microbatches == active
 
 
 @pytest.mark.parametrize(
-    ("parameters", "optimize", "memory_weight"),
+    ("parameters", "optimize", "weight"),
     [
         ({}, "memory", 0.8),
         ({"optimize": "speed"}, "speed", 0.2),
-        ({"optimize": "speed", "memory_weight": 0.5}, "speed", 0.5),
+        ({"optimize": "speed", "memory_weight": 1}, "speed", 1.0),
         ({"prescaled_batch": True}, "speed", 0.2),
     ],
 )
-def test_optimize_and_memory_weight_follow_the_documentation(
-    parameters: dict[str, Any], optimize: str, memory_weight: float
-) -> None:
-    made = config(parameters)
-    assert (made.optimize, made.memory_weight) == (optimize, memory_weight)
+def test_defaults_of_optimize_and_memory_weight(parameters: dict[str, Any], optimize: str, weight: float) -> None:
+    effective = config(parameters)
+    assert (effective.optimize, effective.memory_weight) == (optimize, weight)
 
 
 def test_checkpoint_attentions_is_switched_off_in_a_pipeline() -> None:
@@ -200,9 +188,6 @@ def test_checkpoint_attentions_is_switched_off_in_a_pipeline() -> None:
 def test_internal_keys_that_nothing_reads_are_told_so(key: str) -> None:
     parameters = {"offload_activations": True, key: not DEFAULTS[key]}
     assert notices(parameters) == [key]
-
-
-# --- Names that are no parameters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", HISTORIC)
@@ -224,9 +209,8 @@ def test_tensorflow_keys_are_refused_by_name_unless_their_default_is_spelled_out
 def test_v2_keys_are_refused_with_their_v1_counterpart(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config({key: 1})
-    assert [(problem.where, problem.hint) for problem in caught.value.problems] == [
-        (key, f"a key of SMP v2: {V2_KEYS[key]}")
-    ]
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.hint) == (key, f"a key of SMP v2: {V2_KEYS[key]}")
 
 
 def test_unknown_keys_get_the_closest_name() -> None:
@@ -255,9 +239,6 @@ def test_rules_that_read_a_wrong_value_are_silent() -> None:
         assert problem.startswith(key)
 
 
-# --- The environment -------------------------------------------------------------------------------------------------
-
-
 def test_json_that_cannot_be_read_says_where() -> None:
     assert problems({}, '{"microbatches": four}') == ["SM_HP_MP_PARAMETERS:1:18: is not JSON: expecting value"]
 
@@ -281,9 +262,6 @@ def test_the_constructor_says_the_same_without_showing_pydantics_view() -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0") as caught:
         ModelParallelConfig(microbatches=0)
     assert "input_value" not in str(caught.value)
-
-
-# --- Properties ------------------------------------------------------------------------------------------------------
 
 
 NAMES = (*DEFAULTS, *V2_KEYS, *HISTORIC, "partitions", "horovod", "contiguous")

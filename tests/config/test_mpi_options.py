@@ -24,18 +24,7 @@ def words(text: str) -> list[tuple[str, ...]]:
         ("--mca btl tcp -mca btl tcp", [("--mca", "btl", "tcp")]),
         ("--bind-to core --bind-to core -v -v", [("--bind-to", "core"), ("-v",)]),
     ],
-    ids=[
-        "none",
-        "seed",
-        "flags",
-        "dash in value",
-        "quotes",
-        "unknown",
-        "aws form",
-        "with a blank",
-        "same twice",
-        "flag twice",
-    ],
+    ids=["none", "seed", "flags", "dash", "quotes", "unknown", "aws form", "with a blank", "same twice", "flag twice"],
 )
 def test_options_are_split_as_a_shell_would(text: str, expected: list[tuple[str, ...]]) -> None:
     assert words(text) == expected
@@ -67,9 +56,8 @@ def test_options_that_cannot_be_meant_are_named(text: str, message: str) -> None
 
 
 def test_all_problems_are_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="4 problems"):
         parse_custom_options("-np 4 --mca btl a --mca btl b train.py -np")
-    assert len(caught.value.problems) >= 3
 
 
 DEFAULTS = [Option(("--bind-to", "none")), Option(("--mca", "btl", "^openib")), Option(("-x", "PATH"))]
@@ -77,13 +65,7 @@ DEFAULTS = [Option(("--bind-to", "none")), Option(("--mca", "btl", "^openib")), 
 
 @pytest.mark.parametrize(
     ("text", "dropped"),
-    [
-        ("--bind-to core", 0),
-        ("-bind-to core", 0),
-        ("--mca btl tcp", 1),
-        ("-mca btl tcp", 1),
-        ("-x PATH=/bin", 2),
-    ],
+    [("--bind-to core", 0), ("-bind-to core", 0), ("--mca btl tcp", 1), ("-mca btl tcp", 1), ("-x PATH=/bin", 2)],
 )
 def test_the_users_option_replaces_ours(text: str, dropped: int) -> None:
     custom = parse_custom_options(text)

@@ -10,9 +10,8 @@ from smpkit.config.rules import unused_settings
 from smpkit.errors import ConfigError
 
 
-def read(parameters: str) -> dict[str, Any]:
-    found: dict[str, Any] = parse(f"{{{parameters}}}", "parameters").value
-    return found
+def read(parameters: str) -> Any:
+    return parse(f"{{{parameters}}}", "parameters").value
 
 
 @pytest.mark.parametrize(
@@ -41,6 +40,10 @@ def test_each_illegal_combination_names_its_key(parameters: str, key: str) -> No
     assert [problem.path for problem in caught.value.problems] == [(key,)]
 
 
+PIPELINE = "pipeline_parallel_degree: 2, microbatches: 4"
+SHARDED = "sharded_data_parallel_degree: 2, ddp: true"
+
+
 @pytest.mark.parametrize(
     ("parameters", "keys"),
     [
@@ -48,45 +51,22 @@ def test_each_illegal_combination_names_its_key(parameters: str, key: str) -> No
         ("pipeline_parallel_degree: 2", "pipeline_parallel_degree"),
         ("activation_loading_horizon: 4", "activation_loading_horizon"),
         ("activation_loading_horizon: 4, offload_activations: true", ""),
-        ("pipeline_parallel_degree: 2, microbatches: 4, default_partition: 1", "default_partition"),
-        (
-            (
-                "pipeline_parallel_degree: 2, microbatches: 4, auto_partition: false, default_partition: 1, "
-                "memory_weight: 0.5"
-            ),
-            "memory_weight",
-        ),
+        (f"{PIPELINE}, default_partition: 1", "default_partition"),
+        (f"{PIPELINE}, auto_partition: false, default_partition: 1, memory_weight: 0.5", "memory_weight"),
         ("virtual_pipeline_degree: 2", "virtual_pipeline_degree"),
-        (
-            "pipeline_parallel_degree: 2, virtual_pipeline_degree: 2, microbatches: 8, active_microbatches: 3",
-            "active_microbatches",
-        ),
-        (
-            (
-                "pipeline: interleaved, active_microbatches: 1, auto_partition: true, memory_weight: 1, "
-                "default_partition: 0"
-            ),
-            "all",
-        ),
+        (f"{PIPELINE}, virtual_pipeline_degree: 2, active_microbatches: 3", "active_microbatches"),
+        ("pipeline: interleaved, active_microbatches: 1", "all"),
+        ("auto_partition: true, memory_weight: 1, default_partition: 0", "all"),
         ("ddp_dist_backend: nccl", "ddp_dist_backend"),
         ("ddp_dist_backend: nccl, ddp: true", ""),
-        (
-            (
-                "sdp_reduce_bucket_size: 1, sdp_param_persistence_threshold: 1, sdp_max_live_parameters: 1, "
-                "sdp_hierarchical_allgather: true, sdp_gradient_clipping: 1.0"
-            ),
-            "all",
-        ),
-        ("sdp_gradient_clipping: 0.5, sharded_data_parallel_degree: 2, ddp: true", ""),
-        (
-            "sdp_reduce_bucket_size: 1, sdp_hierarchical_allgather: false, sharded_data_parallel_degree: 2, ddp: true",
-            "sdp_hierarchical_allgather sdp_reduce_bucket_size",
-        ),
+        ("sdp_reduce_bucket_size: 1, sdp_param_persistence_threshold: 1, sdp_max_live_parameters: 1", "all"),
+        ("sdp_hierarchical_allgather: true, sdp_gradient_clipping: 1.0", "all"),
+        (f"sdp_gradient_clipping: 0.5, {SHARDED}", ""),
+        (f"sdp_reduce_bucket_size: 1, {SHARDED}", "sdp_reduce_bucket_size"),
+        (f"sdp_hierarchical_allgather: false, {SHARDED}", "sdp_hierarchical_allgather"),
         ("shard_optimizer_state: true", "shard_optimizer_state"),
-        (
-            "prescaled_batch: true, tensor_parallel_seed: 3, _match_weights: true",
-            "prescaled_batch tensor_parallel_seed",
-        ),
+        ("prescaled_batch: true, _match_weights: true", "prescaled_batch"),
+        ("tensor_parallel_seed: 3", "tensor_parallel_seed"),
         ("prescaled_batch: false, tensor_parallel_seed: 0", ""),
         ("fp16_params: true", "fp16_params"),
         ("fp16: true", ""),
@@ -97,9 +77,8 @@ def test_each_illegal_combination_names_its_key(parameters: str, key: str) -> No
 def test_settings_without_effect_are_noticed_where_they_were_given(parameters: str, keys: str) -> None:
     written = read(parameters)
     config = ModelParallelConfig(**written)
-    assert sorted(problem.where for problem in unused_settings(config, written)) == (
-        sorted(written) if keys == "all" else keys.split()
-    )
+    told = sorted(problem.where for problem in unused_settings(config, written))
+    assert told == (sorted(written) if keys == "all" else keys.split())
 
 
 def test_a_key_that_the_reference_says_has_no_effect_says_so_itself() -> None:

@@ -10,17 +10,9 @@ from smpkit.config.words import closest, printable, quoted, suggestion
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "null"),
-        (True, "true"),
-        (4, "4"),
-        (0.5, "0.5"),
-        (math.inf, "inf"),
-        ("a", "`a`"),
-        ("x" * 80, "`" + "x" * 57 + "...`"),
-        ({}, "a mapping"),
-        ([1], "a list"),
-        (10**5000, "a huge number"),
-        (object(), "an object of type object"),
+        *((None, "null"), (True, "true"), (4, "4"), (0.5, "0.5"), (math.inf, "inf"), ("a", "`a`")),
+        *(("x" * 80, "`" + "x" * 57 + "...`"), ({}, "a mapping"), ([1], "a list")),
+        *((10**5000, "a huge number"), (object(), "an object of type object")),
     ],
     ids=["null", "bool", "int", "float", "infinity", "text", "long text", "mapping", "list", "huge", "object"],
 )

@@ -119,9 +119,7 @@ def test_a_write_that_a_signal_interrupts_is_continued() -> None:
     assert out.getvalue() == b"[rank 0] a long line\n"
 
 
-def test_lines_are_kept_in_the_folder_of_a_run_until_the_disk_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_kept_with_the_run_until_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     screen.console.keep_logs(tmp_path, "node2")
     screen.console.show(3, "out", Piece("data"))
@@ -139,9 +137,6 @@ def test_lines_of_several_nodes_have_their_time_before_them() -> None:
     out = io.BytesIO()
     Console(out, out, terminal=False, colour=False, stamped=True).say("a\nb")
     assert re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z )a\n\1b\n", out.getvalue().decode())
-
-
-# ---- lines ---------------------------------------------------------------------------------------------------------
 
 
 def fed(*chunks: bytes) -> list[Piece]:

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from smpkit.errors import ConfigError
-from smpkit_container.environment import (
-    DEFAULT_BASE,
-    Environment,
-    base_folder,
-    count_cpus,
-    count_gpus,
-)
+from smpkit_container.environment import DEFAULT_BASE, Environment, base_folder, count_cpus, count_gpus
 
 
 def write(base: Path, name: str, value: Any) -> None:
@@ -88,11 +82,7 @@ def test_sources_are_in_the_submit_folder_if_there_is_one(tmp_path: Path) -> Non
         ("resourceconfig", {"hosts": "algo-1"}, "must be a list of host names"),
         ("resourceconfig", {"hosts": ["a"], "current_host": "b"}, "`b` is not one of the hosts: a"),
         ("hyperparameters", {"sagemaker_distribution_instance_groups": '["train"]'}, "submit a job for each kind"),
-        (
-            "hyperparameters",
-            {"sagemaker_s3_output": '"x"'},
-            "hyperparameters.sagemaker_s3_output: .* smpkit does not do",
-        ),
+        ("hyperparameters", {"sagemaker_s3_output": '"x"'}, "sagemaker_s3_output: .* smpkit does not do"),
         ("hyperparameters", {"sagemaker_smpkit_packed": '"x"'}, "sagemaker_smpkit_packed: is not known to the smpkit"),
     ],
     ids=[
@@ -145,19 +135,8 @@ def test_a_machine_without_the_drivers_tool_has_no_gpus(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("visible", "count"),
     [
-        (None, 3),
-        ("0,2", 2),
-        (" 1 , 0", 2),
-        ("", 0),
-        ("-1", 0),
-        ("NoDevFiles", 0),
-        ("0,-1,1", 1),
-        ("0,7,1", 1),
-        ("1,1", 0),
-        ("GPU-22cc-3", 1),
-        ("GPU-22,GPU-11ab", 2),
-        ("GPU-11", 0),
-        ("GPU-nowhere,0", 0),
+        *((None, 3), ("0,2", 2), (" 1 , 0", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("0,-1,1", 1), ("0,7,1", 1)),
+        *(("1,1", 0), ("GPU-22cc-3", 1), ("GPU-22,GPU-11ab", 2), ("GPU-11", 0), ("GPU-nowhere,0", 0)),
     ],
 )
 def test_gpus_are_counted_as_a_rank_sees_them(visible: str | None, count: int) -> None:

@@ -179,9 +179,7 @@ def test_killed_rank_may_be_out_of_memory() -> None:
         ("torch.OutOfMemoryError", "torch.OutOfMemoryError: CUDA out of memory.", (), "use more microbatches"),
     ],
 )
-def test_errors_that_do_not_say_what_to_try_get_a_hint(
-    name: str, text: str, last_lines: tuple[str, ...], hint: str
-) -> None:
+def test_errors_without_a_remedy_get_a_hint(name: str, text: str, last_lines: tuple[str, ...], hint: str) -> None:
     code = 2 if name == "SystemExit" else 1
     error = RankError(name, text, f"{text}\n", exit_code=code)
     assert hint in failure_of(RankEnd(0, code, 1.0, error, last_lines=last_lines)).screen.partition("\nhint: ")[2]

@@ -199,17 +199,14 @@ def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_hosts_meet_over_ipv6() -> None:
     """The pods of a cluster with IPv6 waited for the first of them, which listened at addresses of IPv4 only."""
-    over_ipv6 = []
-    with free_ports() as port:
+    over_ipv6: list[object] = []
 
-        def second() -> None:
-            with meet(replace(SECOND, address="::1"), {}, 20.0, port, TOKEN) as peers:
-                over_ipv6.append(peers.own_address)
+    def second() -> None:
+        with meet(replace(SECOND, address="::1"), {}, 20.0, port, TOKEN) as peers:
+            over_ipv6.append(peers.own_address)
 
-        thread = threading.Thread(target=second, daemon=True)
-        thread.start()
-        with meet(FIRST, {}, 20.0, port, TOKEN):
-            thread.join(60)
+    with free_ports() as port, meanwhile(second) as thread, meet(FIRST, {}, 20.0, port, TOKEN):
+        thread.join(60)
     assert over_ipv6 == ["::1"]
 
 
@@ -355,9 +352,6 @@ def test_a_token_that_is_none_ends_the_job(tmp_path: Path, content: bytes | None
         job_token(job)
 
 
-# ---- hosts whose scheduler tells their names and the first one's address ---------------------------------------------
-
-
 def scheduled(tmp_path: Path, number: int, script: str, port: int, names: str = "node7 node9", **more: str) -> Started:
     """Start a launcher among those of a scheduler, whose names cannot be looked up."""
     place = {"SMPKIT_HOSTS": names, "SMPKIT_FIRST_HOST": "127.0.0.1", "SMPKIT_PORT": str(port)}
@@ -369,9 +363,7 @@ def scheduled(tmp_path: Path, number: int, script: str, port: int, names: str = 
 @pytest.mark.parametrize(
     ("begin", "names"), [(start, HOSTS), (scheduled, ["node7", "node9"])], ids=["named", "scheduled"]
 )
-def test_two_hosts_form_one_world_over_the_interface_between_them(
-    tmp_path: Path, begin: Callable[..., Started], names: list[str]
-) -> None:
+def test_two_hosts_form_one_world(tmp_path: Path, begin: Callable[..., Started], names: list[str]) -> None:
     script = ALL_REDUCE + "print(os.environ['SM_HOSTS'], os.environ['GLOO_SOCKET_IFNAME'])"
     with free_ports() as port:
         told = ends([begin(tmp_path, number, script, port) for number in range(2)])

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 import pytest
 
 from smpkit_container.root_cause import RankEnd, RankError, RootCause, find_root_cause
 
 
-def error(
-    name: str = "ValueError", text: str = "boo", *, seconds: float = 1.0, chain: tuple[str, ...] = ()
-) -> RankError:
+def error(name: str = "ValueError", text: str = "boo", seconds: float = 1.0, chain: Sequence[str] = ()) -> RankError:
     own = f"{name}: {text}"
     return RankError(name=name, message=own, traceback="", chain=chain or (own,), seconds=seconds)
 

@@ -70,9 +70,7 @@ def test_entries_become_variables(entries: Entries) -> None:
         ("a\0b", None, "NUL"),
     ],
 )
-def test_what_cannot_be_read_is_named_without_its_value(
-    entries: Entries, found: Any, key: str | None, message: str
-) -> None:
+def test_what_cannot_be_read_is_named_alone(entries: Entries, found: Any, key: Any, message: str) -> None:
     entries(team=found)
     with pytest.raises(LaunchError, match=message) as caught:
         read({"HF_TOKEN": {"entry": "team", "key": key}})

@@ -85,9 +85,7 @@ def test_no_bit_of_an_archive_may_be_another(tmp_path: Path) -> None:
     assert (tmp_path / "code" / "data").read_bytes() == content
 
 
-def test_code_that_is_there_is_left_alone_and_said_to_be_used(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_code_that_is_there_is_left_alone_and_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     fetch_source(Environment(Folders(tmp_path), framework={"sagemaker_submit_directory": "s3://nowhere/source.tar.gz"}))

@@ -44,9 +44,7 @@ def environment(
     ],
     ids=["mpi", "mpi text", "torchrun", "torchrun on all gpus", "gpus", "degrees", "pipeline", "one", "mpi first"],
 )
-def test_processes_per_host(
-    framework: dict[str, Any], parameters: dict[str, Any], num_gpus: int, expected: int
-) -> None:
+def test_processes_per_host(framework: Any, parameters: Any, num_gpus: int, expected: int) -> None:
     topology = read_topology(environment(framework, parameters, num_gpus))
     assert topology.processes_per_host == expected
     assert topology.launcher == ("mpirun" if "sagemaker_mpi_enabled" in framework else "torchrun")

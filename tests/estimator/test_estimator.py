@@ -65,9 +65,7 @@ def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, argumen
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_the_constructor_refuses_what_cannot_be_meant(
-    make: MakeEstimator, arguments: dict[str, Any], message: str
-) -> None:
+def test_the_constructor_refuses_what_is_wrong(make: MakeEstimator, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make(**arguments)
 
@@ -123,15 +121,12 @@ def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_p
     assert [entry.name for entry in planned.packed.sources.entries] == ["lib/a.py", "train.py"]
 
 
-def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:
+def test_sources_in_s3_are_left_there_and_others_go_where_code_location_says(make: MakeEstimator) -> None:
     planned = make(source_dir="s3://bucket/code/sourcedir.tar.gz").plan()
     assert json.loads(planned.body["HyperParameters"]["sagemaker_submit_directory"]) == planned.source
     assert planned.packed is None
     with pytest.raises(ConfigError, match=r"must be a `\.tar\.gz`"):
         make(source_dir="s3://bucket/code").plan()
-
-
-def test_sources_are_uploaded_where_code_location_says(make: MakeEstimator) -> None:
     planned = make(code_location="s3://bucket/team/code").plan()
     assert (planned.source or "").startswith("s3://bucket/team/code/")
 
@@ -149,9 +144,7 @@ def test_one_input_sets_the_mode_of_the_job_as_in_the_sdk(make: MakeEstimator) -
     assert body["InputDataConfig"][0]["ChannelName"] == "training"
 
 
-def test_fit_shows_the_log_and_ends_with_the_job(
-    make: MakeEstimator, aws: Aws, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_shows_the_log_until_the_end(make: MakeEstimator, aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
     aws.script = Script(lines=(Line(1, "[rank 0] hello"),))
     job = make().fit()
     out, err = capsys.readouterr()
@@ -265,7 +258,7 @@ def test_a_job_without_checkpoints_cannot_be_resumed(make: MakeEstimator) -> Non
     ],
     ids=["none", "named", "latest", "half-written", "no index", "named is gone", "user content", "hostile"],
 )
-def test_the_latest_checkpoint_is_a_whole_one(
+def test_the_latest_checkpoint_is_whole(
     make: MakeEstimator, aws: Aws, files: dict[str, bytes], expected: str | None
 ) -> None:
     """amazon-sagemaker-examples#1518: half-written helper files lie beside the checkpoints."""

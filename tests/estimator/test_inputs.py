@@ -112,15 +112,12 @@ def test_a_channel_has_one_place(channel: dict[str, Any], message: str) -> None:
         validated(JobConfig, {"entry_point": "a.py", "inputs": {"a": channel}}, subject="job")
 
 
-def test_what_is_in_a_vpc_needs_one(make: MakeEstimator) -> None:
+def test_a_file_system_needs_a_vpc_and_an_id_within_limits(make: MakeEstimator) -> None:
     estimator = make(training_repository_access_mode="Vpc")
     with pytest.raises(ConfigError) as caught:
         estimator.plan({"train": FileSystemInput("fs-0123456789abcdef0", "EFS", "/data")})
     places = [problem.where for problem in caught.value.problems]
     assert places == ["inputs.train.file_system", "training_repository_access_mode"]
-
-
-def test_limits_of_a_file_system_have_its_name(make: MakeEstimator) -> None:
     with pytest.raises(ConfigError, match=r"inputs.train.file_system.id: .* does not fit"):
         make(**VPC).plan({"train": FileSystemInput("volume-12345", "EFS", "/data")})
 

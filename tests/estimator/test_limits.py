@@ -12,6 +12,7 @@ from smpkit_estimator.limits import preflight
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 ALGORITHM = {"TrainingInputMode": "File", "TrainingImage": "image"}
 LONG = "x" * 2501
+PARAMETERS = "distribution.smdistributed.modelparallel.parameters"
 FOLDER = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "/data"}}
 
 
@@ -33,10 +34,7 @@ def test_a_good_request_has_no_problems() -> None:
     ("changes", "where", "what", "hint"),
     [
         ({"HyperParameters": {"a": LONG}}, "hyperparameters.a", "has 2,501 characters", "file in source_dir"),
-        (
-            *({"HyperParameters": {"mp_parameters": LONG}}, "distribution.smdistributed.modelparallel.parameters"),
-            *("2,501", "leave out the parameters that have their defaults"),
-        ),
+        ({"HyperParameters": {"mp_parameters": LONG}}, PARAMETERS, "2,501", "leave out the parameters that have"),
         ({"Environment": {"A": "x" * 513}}, "environment.A", "has 513 characters, SageMaker takes at most 512", "file"),
         ({"Environment": {f"A{n}": "" for n in range(101)}}, "environment", "has 101 entries", "file"),
         ({"TrainingJobName": "a_b"}, "name", "`a_b` does not fit SageMaker's pattern", None),
@@ -52,16 +50,16 @@ def test_a_good_request_has_no_problems() -> None:
         ({"InputDataConfig": [{"ChannelName": "a", "DataSource": FOLDER}]}, "inputs.a.uri", "not fit", "S3 prefix"),
         ({"AlgorithmSpecification": {**ALGORITHM, "TrainingImage": "x" * 256}}, "image", "256", "dkr.ecr"),
         (
-            *({"AlgorithmSpecification": {**ALGORITHM, "ContainerArguments": ["x" * 257]}}, "container.arguments[0]"),
-            *("257", None),
+            {"AlgorithmSpecification": {**ALGORITHM, "ContainerArguments": [LONG]}},
+            "container.arguments[0]",
+            "256",
+            None,
         ),
         ({"NewField": 1}, "NewField", "is not known to this version of botocore", "update boto3"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value and len(value) < 30 else None,
 )
-def test_a_limit_is_told_under_the_job_files_name(
-    changes: dict[str, Any], where: str, what: str, hint: str | None
-) -> None:
+def test_a_limit_has_the_job_files_name(changes: dict[str, Any], where: str, what: str, hint: str | None) -> None:
     (problem,) = preflight(body(**changes), SHAPE)
     assert problem.where == where
     assert what in problem.message

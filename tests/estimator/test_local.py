@@ -19,9 +19,11 @@ def plan(folder: Path, source: str = "", num_gpus: int = 0, **settings: Any) -> 
     return plan_local_run(job, folder, num_gpus)
 
 
-def test_more_ranks_than_a_machine_takes_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_do_not_fit_this_machine_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="makes 100,000 ranks on one machine, which takes at most 4,096"):
         plan(tmp_path, compute={"instance_count": 100_000})
+    with pytest.raises(ConfigError, match="partitions"):
+        plan(tmp_path, num_gpus=3, distribution={"enabled": True, "parameters": {"partitions": 2}})
 
 
 def test_secrets_come_from_the_users_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +73,6 @@ def test_number_of_ranks(tmp_path: Path, distribution: Any, hosts: int, num_gpus
     made = plan(tmp_path, num_gpus=num_gpus, distribution=distribution, compute={"instance_count": hosts})
     assert made.ranks == ranks
     assert len(made.notes) == (hosts > 1)
-
-
-def test_degrees_that_do_not_fit_this_machine_are_named(tmp_path: Path) -> None:
-    distribution = {"enabled": True, "parameters": {"partitions": 2}}
-    with pytest.raises(ConfigError, match="partitions"):
-        plan(tmp_path, num_gpus=3, distribution=distribution)
 
 
 def test_results_for_s3_stay_here_with_a_note(tmp_path: Path) -> None:

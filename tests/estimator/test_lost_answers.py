@@ -124,9 +124,6 @@ def test_a_timeout_that_stays_is_told(make: MakeEstimator, aws: Aws) -> None:
     assert not aws.jobs
 
 
-# ---- what S3 and clocks say ------------------------------------------------------------------------------------------
-
-
 def test_who_may_not_list_the_bucket_can_submit(make: MakeEstimator, aws: Aws) -> None:
     """S3 answers 403 to HEAD of a missing object if `s3:ListBucket` is lacking."""
     aws.fail("HeadObject", "403", "Forbidden", status=403, times=2)
@@ -149,9 +146,7 @@ def test_a_clock_that_is_wrong_is_named(make: MakeEstimator, aws: Aws, code: str
     assert "set this machine's clock" in str(caught.value.hint)
 
 
-def test_sources_over_the_limits_are_refused_before_the_upload(
-    make: MakeEstimator, aws: Aws, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_that_are_too_large_stay_here(make: MakeEstimator, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aws_module, "_MAX_OBJECT_BYTES", 10)
     with pytest.raises(ConfigError, match="S3 takes at most"):
         make().fit(wait=False)

@@ -55,10 +55,7 @@ def test_torchrun_has_processes_per_host() -> None:
         ({"distribution": {"mpi": {"enabled": True, "process_per_host": 8}}}, "did you mean `processes_per_host`"),
         ({"smp_options": SMP_OPTIONS, "distribution": {}}, "keep one of them"),
         ({"image_uri": None}, "image_uri: is required"),
-        (
-            {"smp_options": SMP_OPTIONS, "entry_point": "/src/train.sh"},
-            "entry_point: is a shell script, which runs once",
-        ),
+        ({"smp_options": SMP_OPTIONS, "entry_point": "/src/train.sh"}, "entry_point: is a shell script, which runs"),
         ({"smp_options": {"enabled": True, "parameters": {"partition_file": "x" * 3000}}}, "at most 2,500"),
     ],
 )

@@ -229,9 +229,7 @@ def missing(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: Any) -> dict
     return json.loads(found.get("SMPKIT_HYPERPARAMETERS", "{}"))
 
 
-def test_forgotten_hyperparameters_are_found_in_what_the_trainer_sends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forgotten_hyperparameters_are_found_in_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the job is accepted, and fails on machines that are paid for: "the job names no entry point"."""
     source = {"entry_script": "train.py", "source_dir": "src"}
     found = missing(tmp_path, monkeypatch, hyperparameters={"epochs": "3"}, sourcecode=source, distributed=FIELDS)

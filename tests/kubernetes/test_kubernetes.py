@@ -49,9 +49,6 @@ def valid(found: Mapping[str, Any]) -> None:
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
-# ---- what is sent ------------------------------------------------------------------------------------------------
-
-
 EVERYTHING: dict[str, Any] = {
     "namespace": "team",
     "queue": "gpus",
@@ -129,9 +126,6 @@ def test_a_user_without_a_home_folder_has_no_kubeconfig(monkeypatch: pytest.Monk
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 3)
     with pytest.raises(CloudError, match="no configuration found"):
         api.connect(None, None)
-
-
-# ---- what a job is -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -259,9 +253,6 @@ def test_who_may_not_read_secrets_resumes_a_job_without_any(user: User, monkeypa
     assert user.status("new")["status"] == "Completed"
 
 
-# ---- what is refused, and what is looked at ----------------------------------------------------------------------
-
-
 def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
     def refused(*told: str, **job: Any) -> None:
         user.write("", **job)
@@ -281,9 +272,7 @@ def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:
     assert not user.cluster.objects
 
 
-def test_back_end_and_namespace_of_the_job_file_are_those_of_the_next_commands(
-    user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_back_end_and_namespace_of_the_job_file_stay_for_commands(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = Mock(return_value=user.cluster)
     monkeypatch.setattr(backend, "connect", connect)
     monkeypatch.delenv("SMPKIT_BACKEND")  # the job file chooses it

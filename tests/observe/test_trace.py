@@ -31,6 +31,8 @@ def test_a_trace_is_sound_and_names_its_processes_and_tracks() -> None:
     names = {(e["pid"], e["args"].get("name")) for e in events if e["ph"] == "M"}
     assert (2, "rank 2 · stage 2") in names
     assert {"steps", "compute", "sends", "receives"} <= {name for _, name in names}
+    spans = [e for e in events if e["ph"] == "X" and e["name"] == "F0" and e["pid"] == 0]
+    assert [span["dur"] for span in spans] == [1000.0, 1000.0], "microseconds"
 
 
 def test_one_step_can_be_chosen_and_its_messages_have_arrows_forward_in_time() -> None:
@@ -61,8 +63,6 @@ def test_spans_that_overlap_get_tracks_of_their_own() -> None:
     names = {e["args"].get("name") for e in json.loads(text)["traceEvents"] if e["ph"] == "M" and e["pid"] == 0}
     assert {"sends", "sends 2", "sends 3"} <= names
 
-
-# --- profiles ---------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import torch
@@ -120,8 +120,3 @@ def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
     (tmp_path / "profile_0.json").write_text('{"traceEvents": [')
     with pytest.raises(EventsError, match=r"profile_0\.json is no profile"):
         profiles_of(tmp_path)
-
-
-def test_times_are_microseconds() -> None:
-    spans = [e for e in trace() if e["ph"] == "X" and e["name"] == "F0" and e["pid"] == 0]
-    assert [span["dur"] for span in spans] == [1000.0, 1000.0]

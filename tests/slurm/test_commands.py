@@ -134,9 +134,7 @@ def test_the_script_has_the_options_of_the_job_file(folder: Path, slurm: dict[st
 
 
 @pytest.mark.parametrize("kept", ["{}", '{"created": 5, "job": {}}', '{"created": "then", "job": {}}', '{"created": "'])
-def test_the_folder_of_something_else_among_the_runs_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kept: str
-) -> None:
+def test_a_folder_of_something_else_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     runs = folder / "my runs"
     monkeypatch.setenv("SMPKIT_RUNS", str(runs))
     whole = json.dumps({"created": MOMENT.isoformat(), "job": {}})

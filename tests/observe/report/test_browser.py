@@ -41,9 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("name", ["one", "two"])
-def test_all_charts_are_drawn_and_nothing_is_loaded(
-    browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
-) -> None:
+def test_charts_are_drawn_offline(browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
     browser.requests()
     browser.show(pages[name], width, scheme)
     assert browser.log("browser") == []

@@ -36,9 +36,7 @@ def _model(parameters: float, kibitokens: int) -> OffloadedModel:
         (3e9, 32, 8e9, (319, 320, 268)),
     ],
 )
-def test_predicted_speeds_in_tflops(
-    parameters: float, kibitokens: int, updates: float, expected: tuple[int, int, int]
-) -> None:
+def test_speeds_in_tflops(parameters: float, kibitokens: int, updates: float, expected: tuple[int, int, int]) -> None:
     machine = replace(_H200, updated_parameters_per_second=updates)
     speeds = [step_time(_model(parameters, kibitokens), machine, update).useful_flops_per_second for update in Update]
     # To 2 %: the figures were written down beforehand, without the first load and the last gradient, which nothing

@@ -70,9 +70,7 @@ def test_a_checkpointed_unit_computes_its_forward_twice() -> None:
     ("num_layers", "num_partitions", "num_chunks", "expected"),
     [(8, 2, 2, "00110011"), (8, 4, 2, "01230123"), (10, 4, 2, "0123012233"), (7, 2, 3, "0101011"), (5, 1, 2, "00000")],
 )
-def test_chunks_of_equal_layers_are_dealt_in_turns(
-    num_layers: int, num_partitions: int, num_chunks: int, expected: str
-) -> None:
+def test_equal_layers_are_dealt_in_turns(num_layers: int, num_partitions: int, num_chunks: int, expected: str) -> None:
     assert places(partition(layers(num_layers), num_partitions, 0.5, num_chunks=num_chunks)) == expected
 
 

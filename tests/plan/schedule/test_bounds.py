@@ -36,9 +36,7 @@ def test_a_free_graph_takes_no_time() -> None:
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 6), split=st.booleans())
-def test_no_schedule_beats_the_bound(
-    data: st.DataObject, graph: SegmentGraph, num_microbatches: int, split: bool
-) -> None:
+def test_nothing_beats_the_bound(data: st.DataObject, graph: SegmentGraph, num_microbatches: int, split: bool) -> None:
     costs = data.draw(costs_of(graph))
     caps = [num_microbatches] * graph.num_ranks
     _, seconds = list_schedule(graph, num_microbatches, caps, costs, split_backward=split)

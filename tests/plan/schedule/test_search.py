@@ -147,9 +147,7 @@ def test_the_loop_template_hides_links() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 2), (2, 3), (4, 2), (4, 3), (8, 2)])
 @pytest.mark.parametrize("rest", [0, 1, 2, 3])
-def test_any_number_of_microbatches_fills_a_loop_in_a_part_of_the_time(
-    num_ranks: int, num_chunks: int, rest: int
-) -> None:
+def test_any_number_of_microbatches_fills_a_loop_sooner(num_ranks: int, num_chunks: int, rest: int) -> None:
     num_microbatches = 2 * num_ranks + rest
     costs = Costs(1.0, 2.0)  # of a chunk; a whole stage takes as many times as much
     found = interleaved(SegmentGraph.loop(num_ranks, num_chunks), num_microbatches, num_microbatches, costs)
@@ -228,9 +226,7 @@ def test_common_graphs_run_with_every_policy(graph: SegmentGraph, num_microbatch
 
 
 @given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 5), active=st.integers(1, 6))
-def test_any_graph_gets_a_proven_schedule_within_the_cap(
-    data: st.DataObject, graph: SegmentGraph, num_microbatches: int, active: int
-) -> None:
+def test_any_schedule_is_proven(data: st.DataObject, graph: SegmentGraph, num_microbatches: int, active: int) -> None:
     costs = data.draw(costs_of(graph))
     found = interleaved(graph, num_microbatches, active, costs, split_backward=data.draw(st.booleans()))
     check(found)

@@ -51,9 +51,6 @@ def a_prediction(where: Job, **parameters: Any) -> Prediction:
     return found
 
 
-# --- one configuration ------------------------------------------------------------------------------------------------
-
-
 def test_parts_sum_up_and_compute_is_what_the_model_takes() -> None:
     found = a_prediction(job(), microbatches=8)
     assert found.step_seconds == sum(found.parts.values())
@@ -97,12 +94,15 @@ def test_offloading_takes_the_place_of_recomputation_only() -> None:
     assert found.plan.forecasts
 
 
-def test_what_cannot_fit_lacks_so_much() -> None:
+def test_what_cannot_fit_lacks_so_much_and_samples_must_be_divided() -> None:
     found = predicted(job(1.9), microbatches=8)
     assert isinstance(found, RuledOut)
     assert found.kind == "memory"
     assert found.reason.startswith("stage 0 needs ")
     assert found.missing_bytes > 2**30
+    undivided = predicted(job(samples=30), microbatches=8)
+    assert isinstance(undivided, RuledOut)
+    assert undivided.kind == "batch"
 
 
 def test_what_the_runtime_spends_on_actions_counts() -> None:
@@ -166,9 +166,6 @@ def test_masters_are_held_in_half_precision_and_divided_by_sharding() -> None:
     assert sharded.parameters_bytes == plain.parameters_bytes // 4
     assert sharded.masters_bytes == 0
     assert 0 < sharded.gathered_bytes < half.parameters_bytes
-
-
-# --- the search -------------------------------------------------------------------------------------------------------
 
 
 GRID: dict[str, tuple[Any, ...]] = {
@@ -254,12 +251,6 @@ def test_a_mixed_choice_offloads_only_some_inputs() -> None:
     costs = {unit.cost.name: unit.cost for unit in with_choices(gpt(4), layers, choices, mixed=True).units}
     found = [(costs[name].boundary_bytes > 0, costs[name].recomputed_flops > 0) for name in layers]
     assert found == [(False, False), (True, True), (False, True), (True, True)]
-
-
-def test_samples_that_cannot_be_divided_are_ruled_out() -> None:
-    found = predicted(job(samples=30), microbatches=8)
-    assert isinstance(found, RuledOut)
-    assert found.kind == "batch"
 
 
 def test_of_configurations_with_one_prediction_the_first_is_shown() -> None:
