@@ -324,6 +324,9 @@ def test_doctor_looks_at_the_queue() -> None:
     assert "there is no queue `none` in eu-west-1" in [item["text"] for item in found]
 
 
+# ---- what moto does not play -------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def stub() -> Iterator[Stubber]:
     """A client of Batch that answers what a test says, checked against the service's model."""

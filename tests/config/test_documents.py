@@ -16,6 +16,9 @@ def failure(text: str, *, is_json: bool = False) -> Problem:
     return problem
 
 
+# ---- YAML ------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -118,6 +121,9 @@ def test_what_is_written_reads_the_same_also_as_yaml_1_1() -> None:
     assert list(parse(as_yaml(value), "x").value) == ["z", "a"]
 
 
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
 def test_json_has_the_lines_of_its_keys() -> None:
     document = parse('{\n\t"a": {"b": [1,\n    {"c\\"": "}\\ud83d\\ude00"}]},\n  "d": -1.5e3\n}', "x", is_json=True)
     assert document.value == {"a": {"b": [1, {'c"': "}\U0001f600"}]}, "d": -1500.0}
@@ -143,6 +149,9 @@ def test_json_has_the_lines_of_its_keys() -> None:
 )
 def test_json_that_cannot_be_read_says_where_and_why(text: str, message: str) -> None:
     assert message in str(failure(text, is_json=True))
+
+
+# ---- files and excerpts ----------------------------------------------------------------------------------------------
 
 
 def refused(data: bytes, tmp_path: Path, name: str = "job.yaml") -> str:

@@ -139,6 +139,9 @@ def test_lines_of_several_nodes_have_their_time_before_them() -> None:
     assert re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z )a\n\1b\n", out.getvalue().decode())
 
 
+# ---- lines ---------------------------------------------------------------------------------------------------------
+
+
 def fed(*chunks: bytes) -> list[Piece]:
     splitter = LineSplitter()
     return [piece for chunk in chunks for piece in splitter.feed(chunk)] + splitter.close()

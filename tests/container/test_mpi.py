@@ -68,6 +68,9 @@ def test_another_mpi_is_refused(tmp_path: Path, does: str) -> None:
         find_mpirun(str(tmp_path), tmp_path)
 
 
+# ---- ssh -----------------------------------------------------------------------------------------------------------
+
+
 def hosts(*facts: dict[str, str], index: int) -> Peers:
     return Peers(index, [{"name": f"host-{number}", **own} for number, own in enumerate(facts)], {})
 

@@ -352,6 +352,9 @@ def test_a_token_that_is_none_ends_the_job(tmp_path: Path, content: bytes | None
         job_token(job)
 
 
+# ---- hosts whose scheduler tells their names and the first one's address ---------------------------------------------
+
+
 def scheduled(tmp_path: Path, number: int, script: str, port: int, names: str = "node7 node9", **more: str) -> Started:
     """Start a launcher among those of a scheduler, whose names cannot be looked up."""
     place = {"SMPKIT_HOSTS": names, "SMPKIT_FIRST_HOST": "127.0.0.1", "SMPKIT_PORT": str(port)}

@@ -124,6 +124,9 @@ def test_a_timeout_that_stays_is_told(make: MakeEstimator, aws: Aws) -> None:
     assert not aws.jobs
 
 
+# ---- what S3 and clocks say ------------------------------------------------------------------------------------------
+
+
 def test_who_may_not_list_the_bucket_can_submit(make: MakeEstimator, aws: Aws) -> None:
     """S3 answers 403 to HEAD of a missing object if `s3:ListBucket` is lacking."""
     aws.fail("HeadObject", "403", "Forbidden", status=403, times=2)

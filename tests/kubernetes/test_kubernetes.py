@@ -49,6 +49,9 @@ def valid(found: Mapping[str, Any]) -> None:
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
+# ---- what is sent ------------------------------------------------------------------------------------------------
+
+
 EVERYTHING: dict[str, Any] = {
     "namespace": "team",
     "queue": "gpus",
@@ -126,6 +129,9 @@ def test_a_user_without_a_home_folder_has_no_kubeconfig(monkeypatch: pytest.Monk
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 3)
     with pytest.raises(CloudError, match="no configuration found"):
         api.connect(None, None)
+
+
+# ---- what a job is -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -251,6 +257,9 @@ def test_who_may_not_read_secrets_resumes_a_job_without_any(user: User, monkeypa
     monkeypatch.setattr(user.cluster, "read", only_others)
     user.run("resume", "old", "--name", "new", "--wait")
     assert user.status("new")["status"] == "Completed"
+
+
+# ---- what is refused, and what is looked at ----------------------------------------------------------------------
 
 
 def test_what_kubernetes_cannot_do_is_refused_by_name(user: User) -> None:

@@ -64,6 +64,8 @@ def test_spans_that_overlap_get_tracks_of_their_own() -> None:
     assert {"sends", "sends 2", "sends 3"} <= names
 
 
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
 SCRIPT = """
 import torch
 import smpkit.torch as smp

@@ -51,6 +51,9 @@ def losses(user: User, name: str) -> str:
     return (user.place(name) / "model" / "losses.txt").read_text()
 
 
+# ---- what a job is -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 def test_a_pipeline_over_two_nodes(user: User) -> None:
     """The run, from what the dry run shows to what is kept; losses are those of plain PyTorch in one process."""
@@ -108,6 +111,9 @@ def test_stop_gives_ranks_time_to_save_and_resume_goes_on(user: User) -> None:
     assert "`--instance-type` is not for Slurm" in refused.stderr
 
 
+# ---- what is lost ------------------------------------------------------------------------------------------------
+
+
 def read_of(pid: int, what: str) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
@@ -154,6 +160,9 @@ def test_a_lost_node_queues_the_job_again_and_it_goes_on(user: User) -> None:
     user.run("stop", "lost", "--wait")
 
 
+# ---- stopping and queueing again ---------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 def test_scancel_gives_ranks_the_clusters_time_to_save(user: User) -> None:
     user.write(WAITS)
@@ -184,6 +193,9 @@ def test_a_job_that_waits_is_stopped_at_once(user: User) -> None:
     assert user.status("waits")["phase"] == "Pending"
     user.run("stop", "waits", "--wait")
     assert user.status("waits")["status"] == "Stopped"
+
+
+# ---- logs, containers, allocations -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -237,6 +249,9 @@ def test_srun_alone_is_a_launcher(user: User) -> None:
         cwd=user.folder, env={**os.environ, **around}, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert sorted(text.stdout.splitlines()) == ["0 [0, 1]", "1 [0, 1]"], text.stderr
+
+
+# ---- what is refused, and what is looked at ----------------------------------------------------------------------
 
 
 def test_what_slurm_cannot_do_is_refused_by_name(user: User) -> None:

@@ -117,6 +117,9 @@ def test_a_value_that_was_not_finite_is_none_and_counted(tmp_path: Path) -> None
     assert curve.broken == f"NaN or infinite 2 times, first at step {STEPS}"
 
 
+# --- what is missing or damaged -----------------------------------------------------------------------------------
+
+
 def test_a_run_whose_ranks_told_nothing_at_their_end_shows_its_events_and_how_it_ended(tmp_path: Path) -> None:
     run = write_run(tmp_path, "20260102-030405")
     write_summary(run.path, RunSummary("odd", 1.7e9, 12.0, 0, "killed"))

@@ -174,6 +174,9 @@ def test_a_notebook_shows_a_frame_that_reaches_nothing(tmp_path: Path, monkeypat
     assert ODD not in report.html
 
 
+# --- the library --------------------------------------------------------------------------------------------------
+
+
 def test_the_library_is_the_published_one() -> None:
     text = (ASSETS / "README.md").read_text(encoding="utf-8")
     pinned = dict(re.findall(r"^\| `([\w.-]+)` \| `[\w./-]+` \| `(\w{64})` \|$", text, re.MULTILINE))

@@ -51,6 +51,9 @@ def a_prediction(where: Job, **parameters: Any) -> Prediction:
     return found
 
 
+# --- one configuration ------------------------------------------------------------------------------------------------
+
+
 def test_parts_sum_up_and_compute_is_what_the_model_takes() -> None:
     found = a_prediction(job(), microbatches=8)
     assert found.step_seconds == sum(found.parts.values())
@@ -166,6 +169,9 @@ def test_masters_are_held_in_half_precision_and_divided_by_sharding() -> None:
     assert sharded.parameters_bytes == plain.parameters_bytes // 4
     assert sharded.masters_bytes == 0
     assert 0 < sharded.gathered_bytes < half.parameters_bytes
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
 
 
 GRID: dict[str, tuple[Any, ...]] = {
