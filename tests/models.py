@@ -134,8 +134,11 @@ def sequential() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
+class Square(nn.Linear):
+    """A linear layer from a hidden state to the next; models of tests do something besides."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
 
 
 class Stack(nn.Module):
@@ -236,43 +239,17 @@ class Twice(nn.Module):
         return self.shared(torch.cat([x, x])).chunk(2)[0]
 
 
-class Common(nn.Module):
-    """Belongs to every layer: weights, and a table that is none of the parameters."""
+def sharing_inside() -> nn.Module:
+    """Return layers that have in common an activation, and a module of weights and a table, which is no parameter."""
+    linear, table = nn.Linear(WIDTH, WIDTH, bias=False), torch.linspace(0.5, 1.5, WIDTH)
+    common = Does(lambda own, x: own.linear(x) * own.table, linear=linear, table=table)
+    gelu, model = nn.GELU(), Stack(0)
 
-    table: Tensor
+    def act(own: Any, x: Tensor) -> Tensor:
+        return x + own.gelu(own.alone(own.common(x)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.table
-
-
-class CommonBlock(nn.Module):
-    def __init__(self, common: nn.Module, act: nn.Module) -> None:
-        super().__init__()
-        self.common = common
-        self.own = nn.Linear(WIDTH, WIDTH)
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.act(self.own(self.common(x)))
-
-
-class SharesInside(nn.Module):
-    """Layers that have one module in common, and one activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        common, act = Common(), nn.GELU()
-        self.layers = nn.ModuleList([CommonBlock(common, act) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    model.layers.extend(Does(act, common=common, alone=Square(), gelu=gelu) for _ in range(4))
+    return model
 
 
 # --- returning and taking all kinds of things ---------------------------------------------------------------------
@@ -291,13 +268,9 @@ class Pair(NamedTuple):
     right: Tensor
 
 
-class DictBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
-        x = self.linear(state["x"])
+class DictBlock(Square):
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        x = super().forward(state["x"])
         return {"x": torch.tanh(x), "hidden": [*state["hidden"], x], "count": state["count"] + 1}
 
 
@@ -317,13 +290,9 @@ def dict_step(model: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     return {"loss": loss, "count": out["count"]}
 
 
-class DataclassBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Output) -> Output:
-        prediction = self.linear(x.prediction)
+class DataclassBlock(Square):
+    def forward(self, x: Output) -> Output:  # type: ignore[override]
+        prediction = super().forward(x.prediction)
         return Output(prediction.relu(), [*x.hidden, prediction], name=type(self).__name__)
 
 
@@ -373,15 +342,11 @@ def tuple_step(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
-class ArgumentBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(
+class ArgumentBlock(Square):
+    def forward(  # type: ignore[override]
         self, x: Tensor, mask: Tensor | None = None, *, scale: float, mode: str, extra: Any = None, flags: Any = ()
     ) -> Tensor:
-        x = self.linear(x) * scale
+        x = super().forward(x) * scale
         if mask is not None:
             x = x.masked_fill(mask, 0.0)
         if extra is not None:
@@ -437,7 +402,7 @@ class Tied(TiedFunctional):
 class TiedNeighbours(Stack):
     """Several pairs of layers share a weight, so that ranks in a row have weights in common with one or two others."""
 
-    layer = staticmethod(linear)
+    layer = Square
 
     def __init__(self) -> None:
         super().__init__(8)
@@ -523,9 +488,8 @@ class EncoderDecoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.encoder = nn.ModuleList(
-            [nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0, batch_first=True) for _ in range(2)]
-        )
+        layers = [nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0, batch_first=True) for _ in range(2)]
+        self.encoder = nn.ModuleList(layers)
         self.decoder = nn.ModuleList([DecoderLayer() for _ in range(2)])
         self.head = nn.Linear(WIDTH, TOKENS)
 
@@ -691,7 +655,7 @@ CASES: dict[str, Case] = {
     "skip connections": Case(UShape, vectors, mse_step),
     "parallel branches": Case(Inception, vectors, mse_step),
     "a module used twice": Case(Twice, vectors, mse_step),
-    "a module in several layers": Case(SharesInside, vectors, mse_step),
+    "a module in several layers": Case(sharing_inside, vectors, mse_step),
     "returns a dict": Case(ReturnsDict, vectors, dict_step),
     "returns a dataclass": Case(ReturnsDataclass, vectors, dataclass_step),
     "returns nested tuples": Case(ReturnsTuple, vectors, tuple_step),
@@ -714,31 +678,14 @@ CASES: dict[str, Case] = {
 }
 LAYERS = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
 TEXT = {**LAYERS, "vocab_size": TOKENS, "max_position_embeddings": 16}
-LLAMA = partial(
-    made_by_transformers, "Llama", "ForCausalLM", {**TEXT, "num_hidden_layers": 4, "num_key_value_heads": 1}
-)
+OF_LLAMA = {**TEXT, "num_hidden_layers": 4, "num_key_value_heads": 1}
+LLAMA = partial(made_by_transformers, "Llama", "ForCausalLM", OF_LLAMA)
 BERT = partial(made_by_transformers, "Bert", "ForMaskedLM", TEXT)
-T5 = partial(
-    made_by_transformers,
-    "T5",
-    "ForConditionalGeneration",
-    {
-        "vocab_size": TOKENS,
-        "d_model": 8,
-        "d_kv": 4,
-        "d_ff": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-    },
-)
-VIT = partial(
-    made_by_transformers,
-    "ViT",
-    "ForImageClassification",
-    {**LAYERS, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5},
-)
+OF_T5 = {"vocab_size": TOKENS, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+STARTING = {"decoder_start_token_id": 0, "pad_token_id": 0}
+T5 = partial(made_by_transformers, "T5", "ForConditionalGeneration", {**OF_T5, **STARTING})
+OF_VIT = {**LAYERS, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5}
+VIT = partial(made_by_transformers, "ViT", "ForImageClassification", OF_VIT)
 HUGGING_FACE: dict[str, Case] = {
     "GPT-2": Case(gpt2, tokens, loss_inside_step),
     "GPT-2, loss outside": Case(gpt2, tokens, loss_outside_step),

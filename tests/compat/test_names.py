@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,18 +100,6 @@ def test_every_name_of_the_specification_is_there_and_every_call_is_taken() -> N
     assert run_ranks(missing_and_refused, 1) == [[]]
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with smp.tensor_parallelism():
-            self.inner = nn.Linear(4, 4)
-        self.outer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.outer(self.inner(x))
-        return result
-
-
 @smp.step
 def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = (model(x) - x).pow(4).mean()
@@ -124,7 +113,10 @@ def test_names_and_numbers_of_parameters(tmp_path: Path) -> None:
     options = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "auto_partition": False}
     smp.init(options | {"default_partition": 0, "prescaled_batch": True})
     torch.manual_seed(0)
-    model: Any = smp.DistributedModel(Model())
+    with smp.tensor_parallelism():
+        inner = nn.Linear(4, 4)
+    outer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model: Any = smp.DistributedModel(nn.Sequential(OrderedDict(inner=inner, outer=outer)))
     smp.set_partition(model.module.outer, 1)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     train_step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))

@@ -112,10 +112,6 @@ def nested(module: Any, x: Tensor) -> Any:
     return torch_checkpoint(lambda x: by_torch(module, x), x, use_reentrant=False)
 
 
-def in_segments(module: nn.Sequential, x: Tensor) -> Any:
-    return torch_checkpoint_sequential(module, len(module), x, use_reentrant=False)
-
-
 def by_twos(module: nn.Sequential, x: Tensor) -> Any:
     """Recompute two layers at a time, wherever they lie."""
     return torch_checkpoint_sequential(module, len(module) // 2, x, use_reentrant=False)
@@ -127,10 +123,9 @@ CASES = {
     "modules on several ranks": Case(Halves, vectors, mse_step),
     "code around layers": Case(Around, vectors, mse_step),
 }
-GROUPED = {each: partial(checkpoint_sequential, strategy=each) for each in ("each", "contiguous", "group_2")}
 CALLS: dict[str, Call] = {
-    **{each.__name__: each for each in (checkpoint, by_torch, reentrant, nested, in_segments, by_twos)},
-    **GROUPED,
+    **{call.__name__: call for call in (checkpoint, by_torch, reentrant, nested, by_twos)},
+    "group_2": partial(checkpoint_sequential, strategy="group_2"),
 }
 ROWS: list[Any] = [
     ("layers in a loop", "checkpoint", None),
@@ -142,7 +137,6 @@ ROWS: list[Any] = [
 ]
 MORE = [
     *[("layers in a loop", call, 3) for call in ("checkpoint", "by_torch")],
-    *[("a chain", call, 3) for call in ("checkpoint", "in_segments", "each", "contiguous")],
     ("code around layers", "reentrant", 3),
 ]
 

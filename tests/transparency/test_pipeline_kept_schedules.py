@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.torch.pipeline.executor import Executor
-from tests.models import TOKENS, WIDTH, Case, Tied, block, tokens
+from tests.models import TOKENS, WIDTH, Case, Does, Tied, block, tokens
 from tests.train import Trace, Way, same, train
 
 
@@ -30,15 +30,10 @@ class Cooled(nn.Linear):
         return super().forward(x) / temperature
 
 
-class Annealed(nn.Module):
-    """Hands a number that changes from step to step to a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer, self.head = nn.Embedding(TOKENS, WIDTH), block(), Cooled(WIDTH, TOKENS)
-
-    def forward(self, ids: Tensor, temperature: float) -> Tensor:
-        return self.head(self.layer(self.embed(ids)), temperature)
+def annealed() -> nn.Module:
+    """Return a model that hands a number that changes from step to step to a layer."""
+    parts = {"embed": nn.Embedding(TOKENS, WIDTH), "layer": block(), "head": Cooled(WIDTH, TOKENS)}
+    return Does(lambda own, ids, temperature: own.head(own.layer(own.embed(ids)), temperature), **parts)
 
 
 def some_labels(size: int, generator: torch.Generator) -> tuple[Any, ...]:
@@ -81,10 +76,7 @@ def annealed_step(model: Any, ids: Tensor, labels: Tensor, scale: float, _: int)
 
 def branching_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     loss = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-    if loss > 2.4:
-        loss = loss * 0.5
-    else:
-        loss = (loss - 2).abs()
+    loss = loss * 0.5 if loss > 2.4 else (loss - 2).abs()
     model.backward(loss)
     return loss
 
@@ -105,7 +97,7 @@ def of_any_length(size: int, generator: torch.Generator) -> tuple[Any, ...]:
 CASES = {
     "lengths": Case(Tagger, of_any_length, masked_step),
     "numbers": Case(Tagger, with_numbers, scaled_step),
-    "a number for a layer": Case(Annealed, with_numbers, annealed_step),
+    "a number for a layer": Case(annealed, with_numbers, annealed_step),
     "branch": Case(Tagger, some_labels, branching_step),
     "skipped backward": Case(Tagger, some_labels, skipping_step),
     "masked": Case(Tagger, some_labels, masked_step),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from tests.models import WIDTH, Case, Stack, by_torch, linear, mse_step, plainly, vectors
+from tests.models import WIDTH, Case, Square, Stack, by_torch, mse_step, plainly, vectors
 from tests.ranks import run_ranks
 from tests.torch.steps import on_ranks, over_ranks
 from tests.train import Trace, Way, batch, build, check_same, run, whole, world
@@ -94,7 +94,7 @@ def test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation(what: str, 
 class Mixing(Stack):
     """Mixes hidden values with those of others, and labels alike, as manifold mixup does."""
 
-    layer = staticmethod(linear)
+    layer = Square
 
     def __init__(self) -> None:
         super().__init__(8)

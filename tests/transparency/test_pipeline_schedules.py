@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.models import MODELS, Case, Stack, autocast_step, block, by_torch, mse_step, singles, vectors
+from tests.models import MODELS, Case, Does, Stack, autocast_step, block, by_torch, mse_step, singles, vectors
 from tests.pairwise import slow
 from tests.train import Way, same, train_with_sleeps
 
@@ -20,19 +20,12 @@ SPLIT: dict[str, Any] = {"pipeline": "zero_bubble"}
 CHAIN = functools.partial(Stack, 8)
 
 
-class Recomputed(nn.Module):
-    """A layer that is computed again in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return by_torch(self.inside, x)
+def recomputed() -> nn.Module:
+    return Does(lambda own, x: by_torch(own.inside, x), inside=block())
 
 
 def partly_recomputed() -> nn.Module:
-    return nn.Sequential(*[part() for _ in range(4) for part in (block, Recomputed)])
+    return nn.Sequential(*[part() for _ in range(4) for part in (block, recomputed)])
 
 
 SHAPES = {

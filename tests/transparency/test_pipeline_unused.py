@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models import WIDTH, Case, NoGradient, block, by_torch, plainly, vectors
+from tests.models import WIDTH, Case, Does, NoGradient, Square, block, by_torch, plainly, vectors
 from tests.train import Way, same
 
 # --- models, each with something aside that its step leaves out of the loss -------------------------------------------
@@ -43,13 +43,9 @@ class TiedAside(Aside):
         self.row[0].weight = self.head.weight
 
 
-class Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.left(x), self.right(x).T.contiguous().T  # the right one in another order
+def both() -> nn.Module:
+    """Return a layer with two outputs, of which the right one lies in another order."""
+    return Does(lambda own, x: (own.left(x), own.right(x).T.contiguous().T), left=Square(), right=Square())
 
 
 class OneOfTwo(nn.Module):
@@ -57,8 +53,7 @@ class OneOfTwo(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.both = Both()
-        self.again = Both()
+        self.both, self.again = both(), both()
         self.left, self.right, self.unused = block(), block(), block()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,13 +75,9 @@ class Blocks(nn.Module):
         return NoGradient.apply(x) * self.weight
 
 
-class Blocked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block(), block(), Blocks(inplace=False), Blocks(inplace=True)])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layers[2](self.layers[0](x)) + self.layers[3](self.layers[1](x)), x
+def blocked() -> nn.Module:
+    layers = nn.ModuleList([block(), block(), Blocks(inplace=False), Blocks(inplace=True)])
+    return Does(lambda own, x: (own.layers[2](own.layers[0](x)) + own.layers[3](own.layers[1](x)), x), layers=layers)
 
 
 def head_step(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -119,7 +110,7 @@ CASES = {
     "checkpointed by torch": Case(partial(Aside, by_torch), vectors, head_step),
     "tied weights": Case(TiedAside, vectors, head_step),
     "one of two outputs": Case(OneOfTwo, vectors, head_step),
-    "a layer that gives no gradient": Case(Blocked, vectors, head_step),
+    "a layer that gives no gradient": Case(blocked, vectors, head_step),
     "in some microbatches": Case(Aside, vectors, sometimes_step),
     "in some microbatches, asked": Case(Aside, vectors, asked_step),
 }

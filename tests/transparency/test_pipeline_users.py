@@ -215,8 +215,9 @@ def summing_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-VIRTUAL: dict[str, Any] = {"virtual_pipeline_degree": 2}
 PLACED, EVENLY = Way(pipeline=2, microbatches=2, placement=13), Way(pipeline=2, placement=-1)
+TRACED = replace(PLACED, placement=None, traced=True)
+VIRTUAL = replace(EVENLY, placement=None, config={"virtual_pipeline_degree": 2})
 SPLIT = Way(pipeline=4, placement=5, config={"pipeline": "zero_bubble"})
 ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
     # Parameters were NaN on the ranks that do not hold them.
@@ -224,28 +225,16 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Way]] = {
     "a weight that is repeated for each sample": (Querying, mse_step, EVENLY),
     "a weight that is repeated, randomly placed": (Querying, mse_step, SPLIT),
     "custom Functions in modules without weights": (swishing, mse_step, PLACED),
-    "tracing leaves no hooks and nothing in lists": (
-        Remembering,
-        mse_step,
-        replace(PLACED, placement=None, traced=True),
-    ),
+    "tracing leaves no hooks and nothing in lists": (Remembering, mse_step, TRACED),
     # The trial of the step is done with tensors without data, which the function gave in training, too.
-    "tracing leaves nothing in the caches of functions": (
-        Tabled,
-        mse_step,
-        replace(PLACED, placement=None, traced=True),
-    ),
+    "tracing leaves nothing in the caches of functions": (Tabled, mse_step, TRACED),
     "an object of which nobody asks for anything": (functools.partial(Extending, Kept), mse_step, EVENLY),
     "a distribution that a layer returns": (functools.partial(Extending, as_distribution), likelihood_step, EVENLY),
     "fresh tensors that values of layers fill": (Filling, mse_step, EVENLY),
     "fresh tensors, randomly placed": (Filling, mse_step, SPLIT),
     "a fresh tensor that is filled in a loop over time": (Decoding, mse_step, EVENLY),
     "values and views without gradients, from several ranks": (Matching, mse_step, EVENLY),
-    "views without gradients of a value from an earlier visit": (
-        Matching,
-        mse_step,
-        replace(EVENLY, placement=None, config=VIRTUAL),
-    ),
+    "views without gradients of a value from an earlier visit": (Matching, mse_step, VIRTUAL),
     "a sum of losses that begins with a number": (Stack, summing_step, EVENLY),
     "a scripted layer": (scripted, mse_step, Way(pipeline=2, microbatches=2)),
 }

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 
 from smpkit.testing.ranks import RankFailed
-from tests.models import LENGTH, TOKENS, WIDTH, Case, Stack, block, mse_step, tokens, vectors, with_residuals
+from tests.models import LENGTH, TOKENS, WIDTH, Case, Does, Stack, block, mse_step, tokens, vectors, with_residuals
 from tests.pairwise import slow
 from tests.train import Way, run, same
 
@@ -38,26 +38,16 @@ class Experts(nn.Module):
         return out
 
 
-class Mixing(nn.Module):
-    """Experts that are no child of a stack, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Experts()
-        self.layers = nn.ModuleList([Experts() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return with_residuals([self.first, *self.layers], x)
+def mixing() -> nn.Module:
+    """Return a model with experts that are no child of a stack, too."""
+    layers = nn.ModuleList([Experts() for _ in range(3)])
+    return Does(lambda own, x: with_residuals([own.first, *own.layers], x), first=Experts(), layers=layers)
 
 
-class Adaptive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Embedding(TOKENS, WIDTH), block(), block())
-        self.loss = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, TOKENS, [2, 6])
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        return self.loss(self.body(ids).flatten(0, 1), labels.flatten())
+def adaptive() -> nn.Module:
+    body = nn.Sequential(nn.Embedding(TOKENS, WIDTH), block(), block())
+    loss = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, TOKENS, [2, 6])
+    return Does(lambda own, ids, labels: own.loss(own.body(ids).flatten(0, 1), labels.flatten()), body=body, loss=loss)
 
 
 def adaptive_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
@@ -144,8 +134,8 @@ class Sliced(Stack):
 
 
 CASES = {
-    "experts": Case(Mixing, vectors, mse_step),
-    "adaptive softmax": Case(Adaptive, tokens, adaptive_step),
+    "experts": Case(mixing, vectors, mse_step),
+    "adaptive softmax": Case(adaptive, tokens, adaptive_step),
     # Packed sequences were an AttributeError, masks that choose other numbers refused; a bound made ranks wait in vain.
     "packed": Case(Packed, ragged, length_step),
     "packed by a layer": Case(PackedInside, even, length_step),

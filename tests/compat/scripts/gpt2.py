@@ -1,15 +1,13 @@
-"""Causal language modelling with Hugging Face's GPT-2 in SMP v1's API: tensor and pipeline parallelism, checkpoints.
+"""Causal language modelling with Hugging Face's GPT-2 in SMP v1's API: tensor and pipeline parallelism.
 
 The shape of SMP v1's GPT scripts: a configuration in the script that the job's overrides, `smp.model_creation`, layers
-placed and checkpointed by hand, parameter groups with and without decay, partial checkpoints to go on from, and a plain
-state dict to begin from.
+checkpointed by hand, parameter groups with and without decay, and a plain state dict to begin from.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 
 import smdistributed.modelparallel
@@ -24,20 +22,9 @@ SMP_VERSION = int("".join(smdistributed.modelparallel.__version__.split(".")[:2]
 
 @smp.step
 def train_step(model, optimizer, input_ids, attention_mask, args):
-    if args.logits_output:
-        output = model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)
-        loss = output["loss"]
-    else:
-        loss = model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)["loss"]
-    model.backward(loss)
-    if args.logits_output:
-        return output
-    return loss
-
-
-@smp.step
-def test_step(model, input_ids, attention_mask):
-    return model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)["loss"]
+    output = model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)
+    model.backward(output["loss"])
+    return output
 
 
 def parse_args():
@@ -45,12 +32,8 @@ def parse_args():
     parser.add_argument("--max_steps", type=int, default=4)
     for degree in ("tensor_parallel_degree", "pipeline_parallel_degree", "microbatches"):
         parser.add_argument(f"--{degree}", type=int, default=1)
-    for switch in ("prescaled_batch", "shard_optimizer_state", "offload_activations", "manual_partition"):
-        parser.add_argument(f"--{switch}", type=int, default=0)
-    for switch in ("logits_output", "save_at", "load_partial"):
-        parser.add_argument(f"--{switch}", type=int, default=0)
-    parser.add_argument("--checkpoint-dir", default="")
-    parser.add_argument("--start-from", default="", help="a plain state dict of Hugging Face")
+    parser.add_argument("--prescaled_batch", type=int, default=0)
+    parser.add_argument("--start-from", help="a plain state dict of Hugging Face")
     parser.add_argument("--model-dir", default=".")
     parser.add_argument("--report", default="")
     return parser.parse_known_args()[0]
@@ -75,12 +58,6 @@ def batch_of(args, step, device):
     return tokens, torch.ones_like(tokens)
 
 
-def place_by_hand(layers):
-    per_partition = math.ceil(len(layers) / smp.pp_size())
-    for index, layer in enumerate(layers):
-        smp.set_partition(layer, index // per_partition)
-
-
 def main():
     args = parse_args()
     smp.init(
@@ -90,11 +67,7 @@ def main():
             "pipeline_parallel_degree": args.pipeline_parallel_degree,
             "microbatches": args.microbatches,
             "prescaled_batch": args.prescaled_batch > 0,
-            "shard_optimizer_state": args.shard_optimizer_state > 0,
-            "offload_activations": args.offload_activations > 0,
             "optimize": "speed",
-            "auto_partition": not args.manual_partition,
-            "default_partition": 0,
         }
     )
     assert SMP_VERSION >= 110
@@ -117,8 +90,6 @@ def main():
 
     module = model.get_module()
     layers = getattr(module.transformer, "seq_layers", None) or module.transformer.h
-    if args.manual_partition:
-        place_by_hand(layers)
     if isinstance(layers, torch.nn.Sequential):
         smp.set_activation_checkpointing(layers, strategy="each")
     else:
@@ -134,47 +105,23 @@ def main():
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.1 * step))
 
-    if args.start_from:
-        start = Path(args.start_from)
-        smp.resume_from_checkpoint(str(start.parent), tag=start.name, partial=False, load_optimizer=False)
-    steps, losses = 0, []
-    if args.load_partial:
-        content = smp.resume_from_checkpoint(args.checkpoint_dir, partial=True)
-        steps = content["total_steps"]
-        scheduler.load_state_dict(content["lr_scheduler"])
-
+    start = Path(args.start_from)
+    smp.resume_from_checkpoint(str(start.parent), tag=start.name, partial=False, load_optimizer=False)
+    losses = []
     model.train()
-    while steps < args.max_steps:
-        input_ids, attention_mask = batch_of(args, steps, device)
+    for step in range(args.max_steps):
+        input_ids, attention_mask = batch_of(args, step, device)
         optimizer.zero_grad(set_to_none=True)
         output = train_step(model, optimizer, input_ids, attention_mask, args)
-        loss_mb = output["loss"] if args.logits_output else output
-        if args.logits_output:
-            assert torch.cat(tuple(output["logits"].outputs)).shape[-1] == VOCABULARY
+        assert torch.cat(tuple(output["logits"].outputs)).shape[-1] == VOCABULARY
         optimizer.step()
         scheduler.step()
-        steps += 1
-        losses.append(torch.stack(smp.allgather(loss_mb.reduce_mean().detach(), smp.DP_GROUP)).mean().item())
+        losses.append(torch.stack(smp.allgather(output["loss"].reduce_mean().detach(), smp.DP_GROUP)).mean().item())
         if smp.rank() == 0:
-            print(f"step {steps}: loss {losses[-1]:.4f}")
-        if steps == args.save_at:
-            smp.save_checkpoint(
-                args.checkpoint_dir,
-                tag=f"total_steps{steps}",
-                partial=True,
-                model=model,
-                optimizer=optimizer,
-                user_content={"total_steps": steps, "lr_scheduler": scheduler.state_dict()},
-                num_kept_partial_checkpoints=2,
-            )
-
-    model.eval()
-    with torch.no_grad():
-        losses_mb = test_step(model, *batch_of(args, 99, device))
-    validation = torch.stack(smp.allgather(losses_mb.reduce_mean(), smp.DP_GROUP)).mean().item()
+            print(f"step {step}: loss {losses[-1]:.4f}")
     smp.save_checkpoint(args.model_dir, tag="fullmodel.pt", partial=False, model=model, optimizer=optimizer)
     if args.report and smp.rank() == 0:
-        Path(args.report).write_text(json.dumps({"losses": losses, "validation": validation}))
+        Path(args.report).write_text(json.dumps({"losses": losses}))
     smp.barrier()
 
 

@@ -72,8 +72,6 @@ class FP16Optimizer:
         return self.loss_scaler.loss_scale
 
     def init_master_params(self, model):
-        if self.fp16_groups:
-            return
         local = {id(parameter) for parameter in model.local_parameters()}
         for group in self.optimizer.param_groups:
             halves = [parameter for parameter in group["params"] if id(parameter) in local]
@@ -82,20 +80,13 @@ class FP16Optimizer:
             self.fp16_groups.append(halves)
             self.fp32_groups.append(masters)
 
-    def reload_model_params(self):
-        for half, master in self._pairs():
-            master.data.copy_(half.data)
-
     def _pairs(self):
         for halves, masters in zip(self.fp16_groups, self.fp32_groups, strict=True):
             yield from zip(halves, masters, strict=True)
 
     def zero_grad(self, set_grads_to_None=False):  # noqa: N803
         for half, _ in self._pairs():
-            if set_grads_to_None:
-                half.grad = None
-            elif half.grad is not None:
-                half.grad.zero_()
+            half.grad = None if set_grads_to_None else torch.zeros_like(half)
 
     def step(self):
         bad = torch.zeros(1)
@@ -132,9 +123,7 @@ def train_step(model, optimizer, args, x, y):
 
 def build_model(settings):
     torch.manual_seed(7)
-    layers = []
-    for _ in range(settings.num_layers):
-        layers += [nn.Linear(settings.width, settings.width), nn.Tanh()]
+    layers = [nn.Sequential(nn.Linear(settings.width, settings.width), nn.Tanh()) for _ in range(settings.num_layers)]
     return FP16Module(nn.Sequential(*layers))
 
 
@@ -152,7 +141,6 @@ def data_of(step, args, device):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save_at", type=int, default=0)
     parser.add_argument("--resume", type=int, default=0)
     parser.add_argument("--model-dir", default=".")
@@ -185,7 +173,7 @@ def main():
         model.load_state_dict(saved["model"], same_partition_load=True)
     model.register_post_step_hook(make_masters)
     losses = []
-    for step in range(first, args.steps):
+    for step in range(first, 6):
         optimizer.zero_grad(set_grads_to_None=True)
         x, y = data_of(step, args, device)
         loss = train_step(model, optimizer, args, x, y).reduce_mean()

@@ -1,7 +1,7 @@
 """A sequence model whose batch is not the first dimension, with what SMP v1's reference shows beside the basics.
 
-Inputs split along axes of their own, FusedLAMB, objects sent between ranks, torch's collectives on SMP's groups, hooks,
-checkpoints in shards (`v3`) and half precision with a loss scale.
+Inputs split along axes of their own, FusedLAMB, hooks, checkpoints in shards (`v3`) and half precision with a loss
+scale.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import smdistributed.modelparallel.torch as smp
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -53,33 +52,6 @@ def batch(step: int, count: int, length: int = 6) -> tuple[torch.Tensor, ...]:
     return source, mask, (source + 1) % 32
 
 
-def talk() -> None:
-    """Objects between ranks, and tensors over the groups."""
-    assert smp.mp_size() * smp.dp_size() == smp.size()
-    assert smp.get_mp_group()[smp.mp_rank()] == smp.get_dp_group()[smp.dp_rank()] == smp.rank()
-    counted = torch.ones(1)
-    dist.all_reduce(counted, group=smp.get_world_process_group())
-    assert counted.item() == smp.size()
-    for group, size in ((smp.get_dp_process_group(), smp.dp_size()), (smp.get_pp_process_group(), smp.pp_size())):
-        counted.fill_(1)
-        dist.all_reduce(counted, group=group)
-        assert counted.item() == size
-    if smp.pp_size() > 1:
-        if smp.pp_rank() == 0:
-            smp.send({"from": smp.rank()}, 1, smp.RankType.PP_RANK)
-        elif smp.pp_rank() == 1:
-            assert smp.recv_from(0, smp.RankType.PP_RANK) == {"from": smp.get_mp_group()[0]}
-    if smp.size() > 1:
-        if smp.rank() == 0:
-            smp.broadcast("go", smp.CommGroup.WORLD)
-        else:
-            assert smp.recv_from(0, smp.RankType.WORLD_RANK) == "go"
-    assert smp.allgather(smp.dp_rank(), smp.DP_GROUP) == list(range(smp.dp_size()))
-    smp.barrier(smp.WORLD)
-    smp.dp_barrier()
-    smp.mp_barrier()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch_size", type=int, default=16, help="of all replicas together")
@@ -89,9 +61,6 @@ def main() -> None:
     args, _ = parser.parse_known_args()
 
     smp.init()
-    assert smp.is_initialized()
-    assert not smp.is_tracing()
-    talk()
     torch.manual_seed(3)
     module = Translator()
     if not smp.state.cfg.fp16:
@@ -114,26 +83,13 @@ def main() -> None:
         if not smp.state.cfg.fp16:
             weights, mask = weights.double(), mask.double()
         optimizer.zero_grad(set_to_none=True)
-        loss, logits, widths = train_step(model, source, mask, target, weights)
+        loss, logits, _ = train_step(model, source, mask, target, weights)
         if smp.state.cfg.fp16:
             optimizer.clip_master_grads(args.clip)
         optimizer.step()
-        microbatches = smp.state.cfg.microbatches
-        assert len(loss.outputs) == len(widths) == microbatches
         assert torch.cat(tuple(logits.outputs), dim=1).shape[:2] == source.shape
-        assert logits.stack().shape[0] == microbatches
-        assert torch.allclose(loss.reduce_sum() / microbatches, loss.reduce_mean())
         losses.append(sum(smp.allgather(loss.reduce_mean().item(), smp.DP_GROUP)) / smp.dp_size())
     assert called == [("partitioned", True), ("stepped", True)]
-
-    names = dict(model.named_parameters())
-    held = dict(model.local_named_parameters())
-    assert set(held) <= set(names)
-    assert len(list(model.local_parameters())) == len(held)
-    assert dict(model.local_named_buffers()).keys() <= {"scale"}
-    assert isinstance(model.get_module(), Translator)
-    everything = sorted(set().union(*smp.allgather(set(held), smp.MP_GROUP)))
-    assert everything == sorted(names)
 
     file = f"{args.model_dir}/shard.pt"
     content = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
@@ -151,7 +107,7 @@ def main() -> None:
     right = (torch.cat(tuple(found.outputs), dim=1) == target).double().mean().item()
     whole = model.state_dict(gather_to_rank0=True) if smp.rdp_rank() == 0 else {}
     if smp.rank() == 0:
-        assert whole.keys() >= names.keys()
+        assert whole.keys() >= dict(model.named_parameters()).keys()
         report = {"losses": losses, "right": right, "scale": getattr(optimizer, "loss_scale", None)}
         Path(args.report).write_text(json.dumps(report))
     smp.barrier()
