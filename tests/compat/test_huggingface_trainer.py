@@ -91,7 +91,7 @@ def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_p
 class _Original:
     """What a `transformers.Trainer` is to the mixin, with three batches left of an epoch."""
 
-    create_optimizer = None
+    create_optimizer: Any = None
     current_gradient_accumulation_steps = 3
 
     def __init__(self, model: nn.Module, _args: Any) -> None:
@@ -272,6 +272,7 @@ def test_each_rank_loads_the_states_of_its_own_part_of_the_weights(tmp_path: Pat
     train_step(model, torch.ones(2, 4))
     trainer.optimizer.step()
     (tmp_path / "optimizer.pt_1").touch()  # of an earlier run with two stages; that training resumes was refused
+    smp.barrier()
     trainer._save_optimizer_and_scheduler(tmp_path)
     smp.barrier()
     assert {file.name for file in tmp_path.iterdir()} == {"optimizer.pt_0", "optimizer.pt_0_0_1"}
@@ -383,7 +384,6 @@ def test_the_accelerator_reduces_and_gathers_objects_over_the_replicas() -> None
 class _Operations(_Original):
     """Adds up the operations of one process."""
 
-    create_optimizer = compute_loss = None
     current_flos, total = 3.0, 0.0
 
     def store_flos(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 import smpkit.torch as smp
 from smpkit.errors import SmpkitError, UsageError
@@ -237,6 +238,11 @@ def compiled_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def counting_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return mse_step(model, x, y)
+
+
 def looking_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     model(x)
     loss: Tensor = (model.module.kept.values[0] - y).square().mean()
@@ -319,6 +325,7 @@ REFUSED = {
     "all compiled": Row(lambda: compiled(""), "torch.compile was asked to compile the whole model"),
     # torch traced the calls, and the error was that of `torch.vmap`.
     "compiled around": Row(sequential, "torch.compile was asked to compile the whole model", compiled_step),
+    "FLOPs counted": Row(sequential, "Count at pipeline_parallel_degree 1", counting_step),
     "a gradient penalty": Row(sequential, "take others inside a torch.nn.Module", gradient_step),
     "a result on one rank only": Row(sequential, "returned other things from the step", returning_step),
     # It trained, though `smpkit plan` showed no backward.

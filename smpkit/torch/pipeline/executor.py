@@ -67,6 +67,11 @@ _ONLY_ITS_OWN: Final = (
     " reads it."
 )
 
+_HOOKED_BY_TORCH: Final = (
+    "If torch's register_multi_grad_hook raised it (FlopCounterMode and ModuleTracker call it for each module): a value"
+    " between pipeline ranks takes no hook. Count at pipeline_parallel_degree 1."
+)
+
 _WRITTEN_IN_FORWARD: Final = (
     "If it is a weight or buffer that a module writes to in its forward (under torch.no_grad(), say): over a pipeline"
     " later microbatches run forward before this one runs backward. Write to it between steps."
@@ -323,7 +328,9 @@ class _Step:
 
     def _explain(self, error: Exception, kind: Kind, segment: int, microbatch: Microbatch) -> None:
         """Add to an error what ran, and say whether it is this rank's alone."""
-        if kind is Kind.FORWARD and (isinstance(error, AttributeError | IndexError) or "NoneType" in str(error)):
+        if "next_functions" in str(error):
+            error.add_note(_HOOKED_BY_TORCH)
+        elif kind is Kind.FORWARD and (isinstance(error, AttributeError | IndexError) or "NoneType" in str(error)):
             error.add_note(_ONLY_ITS_OWN)
         if kind is not Kind.FORWARD and "modified by an inplace operation" in str(error):
             error.add_note(_WRITTEN_IN_FORWARD)
