@@ -136,12 +136,12 @@ def _gains(recorder: Recorder, rank: RankSummary) -> list[Gain]:
 def _gathered(own: _Figures, store: Store, recorder: Recorder) -> RunSummary:
     deadline = time.monotonic() + _WAIT.total_seconds()
     others = {rank: _figures_of(store, rank, deadline) for rank in range(1, state.size)}
-    figures = [own, *(rank for rank in others.values() if rank is not None)]
+    figures = [own, *(figure for figure in others.values() if figure is not None)]
     notes = []
     if missing := [rank for rank, figure in others.items() if figure is None]:
         notes.append(f"{name_ranks(missing)} had not ended {_WAIT.total_seconds():g} s later")
     mesh, cfg = state.mesh, state.cfg
-    slowest = max((rank.step_seconds or 0.0 for rank in figures), default=0.0)
+    slowest = max((figure.step_seconds or 0.0 for figure in figures), default=0.0)
     rate = 1 / slowest if slowest else None
     flops, peak = run_plan.flops_of_step(), run_plan.peak()
     share = None if flops is None or peak is None or rate is None else flops * rate / state.size / peak[0]
@@ -162,8 +162,8 @@ def _gathered(own: _Figures, store: Store, recorder: Recorder) -> RunSummary:
         pipeline=mesh.pp_size,
         tensor=mesh.tp_size,
         data=mesh.rdp_size,
-        ranks=tuple(_filled(rank.rank, slowest) for rank in figures),
-        gains=tuple(_largest([gain for rank in figures for gain in rank.gains])),
+        ranks=tuple(_filled(figure.rank, slowest) for figure in figures),
+        gains=tuple(_largest([gain for figure in figures for gain in figure.gains])),
         values=current_values().ends(),
         notes=tuple(notes),
     )
